@@ -1,10 +1,10 @@
-"""Compare the align copy with a plain copy of the same bytes, and measure its cost if nothing moves.
+"""Compare the align copy with a plain copy of the same bytes, and measure its time when nothing is copied.
 
     PYTHONPATH=. python3 benchmarks/align_copy.py [--json FILE] [--sweep]
 
-Each figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches copy
-different slots, so that none are in the L2 cache. Pools hold 64 source and 64 target slots. A memcpy is measured up to
-384 MiB and scaled by bytes beyond that.
+Each time is the median of one launch inside a CUDA graph of many launches, on random data. Successive launches copy
+different slots, so that none are in the L2 cache. Pools have 64 source slots and 64 target slots. A plain copy is
+measured up to 384 MiB; the times of larger copies are extrapolated.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 
 BLOCK_SIZE = 256
 NUM_SOURCES = 64
-CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (64, 4), (256, 0), (64, 0), (1, 0))  # rows, rows that copy
+CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (64, 4), (256, 0), (64, 0), (1, 0))  # requests, copied states
 SWEPT_CASES = ((1, 1), (8, 8), (64, 64), (256, 16), (256, 0))
 TILINGS = (
     TILING,
@@ -45,7 +45,7 @@ TILINGS = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured case; times in microseconds. There is no memcpy if nothing is copied."""
+    """One measured case, with times in microseconds. Without copied states, there is no plain copy to compare with."""
 
     model: str
     rows: int
@@ -56,12 +56,12 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Return the speed relative to the memcpy."""
+        """Speed relative to the plain copy."""
         return self.memcpy_us / self.us if self.memcpy_us else None
 
 
 class Bench:
-    """The pools of one model."""
+    """State pools of one model."""
 
     def __init__(self, model: SlotModel, num_drafts: int) -> None:
         self.model = model
@@ -73,7 +73,7 @@ class Bench:
         self.moves = [StateMove(self.conv, self.conv, WINDOW_LEN), StateMove(self.ssm, self.ssm)]
 
     def rotations(self, num_rows: int, num_copying: int) -> list[AlignBatch]:
-        """Return steps that copy, one after another, every source slot to its own target."""
+        """Return steps that copy each source slot once, each to its own target."""
         count = NUM_SOURCES // num_copying if num_copying else 8
         return [self._step(num_rows, num_copying, number * num_copying) for number in range(count)]
 
@@ -82,14 +82,14 @@ class Bench:
         return [lambda rows=rows: align_copy(self.moves, rows, BLOCK_SIZE, tiling) for rows in steps]
 
     def memcpy_us(self, num_copying: int) -> float:
-        """Return the time of a plain copy of the bytes of `num_copying` states."""
+        """Return the time in microseconds of a plain copy of `num_copying` states."""
         return memcpy_us(self.ssm, num_copying * self.model.slot_bytes)
 
     def check(self) -> None:
-        """Copy 8 of 16 states once and compare with their sources.
+        """Copy 8 of 16 states and compare them with their sources.
 
         Raises:
-            RuntimeError: If the copy is wrong.
+            RuntimeError: If a copied state differs from its source.
         """
         rows = self.rotations(16, 8)[0]
         align_copy(self.moves, rows, BLOCK_SIZE)
@@ -98,10 +98,10 @@ class Bench:
             window = self.conv[:, source, 1 : 1 + WINDOW_LEN]
             is_copied = torch.equal(self.conv[:, target, :WINDOW_LEN], window)
             if not is_copied or not torch.equal(self.ssm[:, target], self.ssm[:, source]):
-                raise RuntimeError(f"{self.model.name}: slot {target} is not a copy of slot {source}")
+                raise RuntimeError(f"{self.model.name}: slot {target} must be a copy of slot {source}, but it differs")
 
     def _step(self, num_rows: int, num_copying: int, first: int) -> AlignBatch:
-        """Return requests of which every n-th reaches a boundary with its first draft; the others stop short of one."""
+        """Return requests of which every n-th reaches a block boundary with its first draft, and no other does."""
         row = torch.arange(num_rows, dtype=torch.int32, device="cuda")
         period = num_rows // num_copying if num_copying else num_rows + 1
         copies = (row % period == 0) & (row // period < num_copying) if num_copying else torch.zeros_like(row).bool()
@@ -119,7 +119,7 @@ class Bench:
 
 
 def measure(bench: Bench, cases: Iterable[tuple[int, int]], tilings: Iterable[CopyTiling]) -> list[Figure]:
-    """Measure every case with every tiling, and its memcpy once."""
+    """Measure every case with every tiling, and the plain copy of each case once."""
     figures = []
     for num_rows, num_copying in cases:
         expected_us = max(2.0, num_copying * bench.model.slot_bytes * 2 / 4e6)
@@ -132,7 +132,7 @@ def measure(bench: Bench, cases: Iterable[tuple[int, int]], tilings: Iterable[Co
 
 
 def after_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, float]:
-    """Measure a small op that writes the accepted counts, as verification does, alone and followed by the copy."""
+    """Measure a small op that writes the accepted counts, alone and followed by the align copy."""
     steps = bench.rotations(num_rows, num_copying)
     twos = torch.full((num_rows,), 2, device="cuda")
 
@@ -147,7 +147,7 @@ def after_small_op(bench: Bench, num_rows: int, num_copying: int) -> dict[str, f
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line per case, a column per model."""
+    """Return a Markdown table with a line per case and a column per model."""
     models = list(dict.fromkeys(figure.model for figure in figures))
     by_case = {(figure.rows, figure.copying, figure.model): figure for figure in figures}
     lines = ["| rows / copying | " + " | ".join(f"{model}: µs, of memcpy" for model in models) + " |"]
@@ -159,7 +159,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def sweep_table(figures: Sequence[Figure]) -> str:
-    """Return one model's figures as Markdown: a line per tiling, a column per case."""
+    """Return a Markdown table of one model with a line per tiling and a column per case."""
     cases = list(dict.fromkeys((figure.rows, figure.copying) for figure in figures))
     found = {(figure.tiling, figure.rows, figure.copying): figure for figure in figures}
     lines = [f"{figures[0].model}:", "", "| tile, warps, programs an SM | "]
@@ -179,9 +179,9 @@ def _cell(figure: Figure) -> str:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure the align copy against a memcpy of the same bytes.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B bf16 states instead")
-    parser.add_argument("--drafts", type=int, default=3, metavar="K", help="drafts of a step (default 3)")
+    parser.add_argument("--drafts", type=int, default=3, metavar="K", help="number of drafts per step; default: 3")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

@@ -1,12 +1,14 @@
-"""Compare attention backends, the KV append and a layer's norms with the GPU's limits.
+"""Compare attention backends, the KV append and a layer's norms with the limits of the GPU.
 
     PYTHONPATH=. python3 benchmarks/attention.py [--shape NAME] [--json FILE]
 
-Each figure is the median time of a launch inside a CUDA graph of many, bf16. Bytes are those that a launch must read
-and write, and a memcpy reads and writes as many in total, measured up to 384 MiB read and scaled by bytes beyond that.
-FLOPs are those of the scores inside the causal mask. The host's plan of a step is timed separately, for all layers.
-Of Qwen's shapes, whose heads are normed and rotated and have gates, the launch that does so is compared with the plain
-append of the same heads, and both it and that of the gate with their references.
+Each time is the median of one launch inside a CUDA graph of many launches, in bf16. It is compared with a plain copy
+that reads and writes the same number of bytes in total. Copies are measured up to 384 MiB read; the times of larger
+copies are extrapolated. FLOPs are those of the scores inside the causal mask and of the weighted sums of values. The
+host time to plan a step is measured separately, once for all layers.
+
+Qwen models normalize and rotate their heads and gate the output. For these models, the kernel that prepares the heads
+is compared with the plain KV append, and this kernel and the gate are compared with their references.
 """
 
 import argparse
@@ -42,7 +44,7 @@ HEADS = {"8b": (32, 8, 128), "qwen36-27b": (24, 4, 256), "qwen36-35b": (16, 2, 2
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Equal requests of a step."""
+    """A step with equal requests."""
 
     name: str
     num_rows: int
@@ -67,7 +69,7 @@ LATER_TURNS = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured launch; in microseconds."""
+    """One measured launch, with times in microseconds."""
 
     case: str
     way: str
@@ -79,34 +81,34 @@ class Figure:
 
     @property
     def of_memcpy(self) -> float:
-        """Return the speed relative to a plain copy of the same number of bytes."""
+        """Speed relative to a plain copy of the same number of bytes."""
         return self.memcpy_us / self.us
 
     @property
     def gb_per_s(self) -> float:
-        """Return the bandwidth in GB/s."""
+        """Bandwidth in GB/s."""
         return self.num_bytes / self.us / 1e3
 
     @property
     def tflops(self) -> float:
-        """Return the speed in TFLOP/s."""
+        """Speed in TFLOP/s."""
         return self.num_flops / self.us / 1e6
 
 
 def attention_bytes(case: Case, shape: AttentionShape) -> float:
-    """Return the bytes of keys and values read once, queries read and results written."""
+    """Return the bytes of attention: keys and values read once, queries read, and outputs written."""
     cached = 2 * case.num_rows * case.kv_len * shape.num_kv_heads
     return (cached + 2 * case.num_rows * case.query_len * shape.num_heads) * shape.head_dim * shape.dtype.itemsize
 
 
 def attention_flops(case: Case, shape: AttentionShape) -> float:
-    """Return the FLOPs of the scores inside the causal mask, and of their sums of values."""
+    """Return the FLOPs of the scores inside the causal mask and of the weighted sums of values."""
     scores = case.query_len * case.kv_len - case.query_len * (case.query_len - 1) / 2
     return 4 * case.num_rows * scores * shape.num_heads * shape.head_dim
 
 
 def rows_of(case: Case, device: str) -> AttentionRows:
-    """Return the requests of a case over blocks in random order."""
+    """Return the requests of a case; their KV blocks are in random order."""
     num_blocks = -(-case.kv_len // BLOCK_SIZE)
     table = torch.randperm(case.num_rows * num_blocks).to(torch.int32).view(case.num_rows, num_blocks)
     lengths = [case.query_len] * case.num_rows
@@ -122,13 +124,13 @@ def rows_of(case: Case, device: str) -> AttentionRows:
 
 
 def shape_of(name: str, device: torch.device) -> AttentionShape:
-    """Return the shape of an entry of `HEADS` in bf16."""
+    """Return the attention shape of an entry of `HEADS`, in bf16."""
     num_heads, num_kv_heads, head_dim = HEADS[name]
     return AttentionShape(num_heads, num_kv_heads, head_dim, BLOCK_SIZE, head_dim**-0.5, torch.bfloat16, device)
 
 
 def backends(shape: AttentionShape) -> dict[str, AttentionBackend]:
-    """Build every backend that supports the shape; FlashInfer's two kernels are listed separately."""
+    """Return all backends that support the shape, by name; FlashInfer's two kernels are separate entries."""
     built: dict[str, AttentionBackend] = {}
     for backend in BACKENDS:
         reason = backend.refusal(shape)
@@ -144,7 +146,7 @@ def backends(shape: AttentionShape) -> dict[str, AttentionBackend]:
 def measure_attention(
     case: Case, shape: AttentionShape, named: dict[str, AttentionBackend], *, is_captured: bool = False
 ) -> list[Figure]:
-    """Measure every backend on a case, by the calls of a step without a graph or, if captured, of one in a graph."""
+    """Measure every backend in one case, outside a CUDA graph or, if `is_captured`, inside one."""
     rows = rows_of(case, "cuda")
     heads = shape.num_kv_heads, shape.head_dim
     cache = torch.randn(2, rows.block_table.numel(), BLOCK_SIZE, *heads, device="cuda").bfloat16()
@@ -165,7 +167,7 @@ def measure_attention(
 
 
 def host_us(call: Callable[[], object]) -> float:
-    """Return the median host time of a call."""
+    """Return the median host time of a call in microseconds."""
     times = []
     for _ in range(20):
         torch.cuda.synchronize()
@@ -176,7 +178,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def measure_token_kernels(tokens: Sequence[int] = TOKENS) -> list[Figure]:
-    """Measure the KV append, the norms, and their references; inputs rotate through copies, so that none are in L2."""
+    """Measure the KV append, the norms and their references; inputs rotate, so that none are in the L2 cache."""
     figures = []
     for num_tokens in tokens:
         figures += _measure_gated_norm("8B", num_tokens, channels=8192, group_size=1024)
@@ -239,7 +241,7 @@ def _measure_append(num_tokens: int) -> list[Figure]:
 
 
 def measure_gated_heads(shape: AttentionShape, tokens: Sequence[int] = (1, *TOKENS)) -> list[Figure]:
-    """Measure the launches around attention whose heads are normed, rotated and gated."""
+    """Measure the kernels before and after attention with normalized, rotated and gated heads."""
     figures = []
     for num_tokens in tokens:
         inputs = GatedHeads(shape, num_tokens)
@@ -250,7 +252,7 @@ def measure_gated_heads(shape: AttentionShape, tokens: Sequence[int] = (1, *TOKE
 
 
 class GatedHeads:
-    """Joint projections [q | gate | k | v] by KV head, and their norms and rotation."""
+    """Joint projections [q | gate | k | v] by KV head, with their norms and rotary table."""
 
     def __init__(self, shape: AttentionShape, num_tokens: int) -> None:
         device, dim = shape.device, shape.head_dim
@@ -266,12 +268,12 @@ class GatedHeads:
         self.caches = torch.zeros(caches, dtype=torch.bfloat16, device=device).unbind()
         self.targets = chosen // BLOCK_SIZE, chosen % BLOCK_SIZE
         weights = torch.zeros(2, dim, dtype=torch.bfloat16, device=device)
-        table = torch.randn(4096, 2, dim // 8, device=device).bfloat16()  # a quarter of the channels is rotated
+        table = torch.randn(4096, 2, dim // 8, device=device).bfloat16()  # a quarter of the channels are rotated
         positions = torch.randint(4096, (num_tokens,), device=device)
         self.changes = HeadChanges(HeadNorms(weights[0], weights[1], 1e-6, 1.0), Rotation(table, positions))
 
     def ways_of_inputs(self) -> dict[str, list[Callable[[], object]]]:
-        """Return the launches that write the inputs of attention, by the op that makes them."""
+        """Return the launches that write the inputs of attention, by name of the op."""
         rows = [(*self._heads(joint, 0), *self.caches, *self.targets) for joint in self.joint]
         plain = [partial(append_kv, *targets[1:], targets[0]) for targets in rows]
         changed = {
@@ -281,7 +283,7 @@ class GatedHeads:
         return {"append_kv": plain, **changed}
 
     def ways_of_gates(self) -> dict[str, list[Callable[[], object]]]:
-        """Return the launches that gate attention's output, by the op that makes them."""
+        """Return the launches that gate the output of attention, by name of the op."""
         attended = [torch.empty_like(self._heads(joint, 0)[0].flatten(1, 2)) for joint in self.joint]
         gates = [self._heads(joint, 1)[0] for joint in self.joint]
         return {
@@ -290,7 +292,7 @@ class GatedHeads:
         }
 
     def measure(self, what: str, heads: int, ways: dict[str, list[Callable[[], object]]]) -> list[Figure]:
-        """Time launches that move some heads of each token."""
+        """Time launches that move `heads` heads of each token."""
         num_bytes = heads * self.num_tokens * self.shape.head_dim * 2
         return [
             Figure(
@@ -304,14 +306,14 @@ class GatedHeads:
         ]
 
     def _heads(self, joint: Tensor, number: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the queries, or else the gates, and the keys and values."""
+        """Split a joint projection: return the queries (`number` 0) or the gates, and the keys and values."""
         dim = self.shape.head_dim
         parts = joint.split((self.queries * dim, self.queries * dim, dim, dim), dim=-1)
         return parts[number].unflatten(-1, (self.queries, dim)), parts[2], parts[3]
 
 
 def table(figures: list[Figure]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     lines = ["| case | way | µs | GB/s | of memcpy | TFLOP/s | plan, µs |", "|---|---|---:|---:|---:|---:|---:|"]
     for figure in figures:
         arithmetic = f"{figure.tflops:,.0f} | {figure.plan_us:,.0f}" if figure.num_flops else " | "
@@ -324,7 +326,7 @@ def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure attention backends, KV append and norms.")
     parser.add_argument("--shape", choices=HEADS, default="8b", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

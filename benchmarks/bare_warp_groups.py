@@ -1,9 +1,9 @@
-"""A Gluon kernel with only two groups of warps, to show that compute-sanitizer's reports about it are due to Triton.
+"""Minimal Gluon kernel with two groups of warps, to show that reports of compute-sanitizer are caused by Triton.
 
     compute-sanitizer --tool racecheck python3 benchmarks/bare_warp_groups.py [--waits]
 
-The groups share no memory except that in which Triton passes arguments to the second one. With `--waits`, the warps of
-the first group repeatedly wait for each other and exchange numbers through their own memory.
+The groups share only the memory in which Triton passes arguments to the second group. With `--waits`, the warps of the
+first group repeatedly wait for each other and exchange numbers in memory of their own.
 """
 
 import argparse
@@ -35,14 +35,14 @@ def _bare_kernel(out, value, other, ROUNDS: gl.constexpr):
 
 
 def write_in_two_groups(num_programs: int, rounds: int) -> Tensor:
-    """Run the kernel: [num_programs, 160] int32."""
+    """Run the kernel and return its output: [num_programs, 160] int32."""
     out = torch.zeros(num_programs, 160, dtype=torch.int32, device="cuda")
     _bare_kernel[(num_programs,)](out, 1000, 5000, rounds, num_warps=4, enable_fp_fusion=True)
     return out
 
 
 def main() -> None:
-    """Run it and check its output."""
+    """Run the kernel and check its output."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--waits", action="store_true", help="let the warps of a group wait for each other")
     out = write_in_two_groups(64, ROUNDS if parser.parse_args().waits else 0).cpu()

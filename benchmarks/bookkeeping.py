@@ -1,9 +1,9 @@
-"""Measure the cost of the cache's bookkeeping, and its growth with the size of the pools.
+"""Measure the time of the cache's bookkeeping operations, and how it grows with the size of the pools.
 
     PYTHONPATH=. python benchmarks/bookkeeping.py [--json] [--output FILE.md]
 
-Pure Python on one CPU core: no GPU and no Megatron. Each figure is a median, the lowest of three rounds: other work on
-a shared machine can only add time.
+The benchmark is pure Python on one CPU core and needs neither a GPU nor Megatron. Each value is the lowest median of
+three rounds, because other work on a shared machine only adds time.
 """
 
 import argparse
@@ -34,34 +34,28 @@ PROMPT_TOKENS = 131_072
 CHAIN_DEPTH = 32
 BLOCK_SIZE = 256
 BLOCKS_PER_SLAB = 24
-"""Of an 8B hybrid: a slab holds this many blocks, or one state."""
+"""Number of blocks in a slab of an 8B hybrid model; a slab can also hold one state."""
 STATE_LEN = 6_287.0
 SPACES = ("split", "slabs")
 NUM_ROUNDS = 3
 BLOCK_SIZES = (256, 64, 16)
 MATCHES = """\
-Matching alone looks up keys that are there already. A prompt's first try for admission hashes it too and costs both;
-its later tries, until the next flush, only match.
+A prompt is hashed when the scheduler first tries to admit the request, so the first attempt costs the time of hash and
+match. Until the next cache flush, later attempts only match the hashes.
 """
 EVICTIONS = """\
-What evicts now evicts a state together with the blocks that only this state could resume; before, the pools of blocks
-and of slots each evicted for itself. So the figures before that stand beside an eviction are those of both: a block's
-allocation and the share of a slot that it comes to. A longer chain's first allocation evicts the whole chain: as many
-after it find a free block. Figures of slabs stand beside those before of memory split in two.
+An eviction removes a state together with the blocks that only this state could resume. In the earlier version, the
+pools of blocks and of slots evicted separately. The earlier time of an eviction is therefore the sum of both: the
+allocation of a block, and its share of the allocation of a slot. The first allocation evicts the whole chain, and the
+next ones find free blocks. Times with slabs are shown next to earlier times with a fixed split of memory.
 
-A request's life: blocks for its text, a live slot and one for the state at its end, all from full pools that evict;
-the blocks registered, the state published, both used and released.
+A request's life: allocate blocks for its text, a live slot, and a slot for the state at its end, all from full pools
+that evict; register the blocks and publish the state; mark both as used and release them.
 """
 LIMITS = """\
-The number of operations does not grow; where more than 1.5 times the cost is shown, the CPU's caches are the limit.
-Blocks that are unrelated and leave in random order ("chains of 1") each have a key of their own to forget: the key, its
-hash, and two places of the dictionary's table, none of which is in the cache any more at 100,000 entries. The last line
-is what that takes alone.
-
-For that, before a state and its blocks were evicted together, other layouts of a block were tried, with these ratios
-(2.0 for the layout that stayed): depth and number in one integer, 2.0; key and parent side by side in one list, 2.1.
-Columns in arrays instead of lists, and memory from malloc with huge pages, changed nothing. To look the next eight up
-in the dictionary at once takes as long as one by one.
+The number of operations does not depend on the size of the pools. If a time grows by more than 1.5 times, CPU cache
+misses are the cause. If unrelated blocks are evicted in random order ("chains of 1"), each eviction causes misses for
+the key, its hash, and two slots of the dictionary at 100,000 entries. The last line shows the time of this part alone.
 """
 POOL_SIZES = (1_000, 10_000, 50_000, 100_000)
 SLOT_POOL_SIZES = (1_000, 100_000)
@@ -69,18 +63,18 @@ SLOT_POOL_SIZES = (1_000, 100_000)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """The memory that pools are made over, and their eviction rule."""
+    """Kind of memory under the pools, and the eviction rule."""
 
     space: str
     rule: str
 
     @property
     def suffix(self) -> str:
-        """The end of an operation's name."""
+        """Suffix of an operation's name in this setting."""
         return ("" if self.rule == "lru" else f", {self.rule}-aware") + ("" if self.space == "split" else ", slabs")
 
     def room_for(self, num_blocks: int, num_states: int) -> CacheSpace:
-        """Return a space that this many blocks and states fill."""
+        """Return a space that `num_blocks` blocks and `num_states` states fill."""
         if self.space == "split":
             return SplitSpace(num_blocks, num_states)
         return SlabSpace(-(-num_blocks // BLOCKS_PER_SLAB) + num_states, BLOCKS_PER_SLAB, 1)
@@ -88,7 +82,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured median."""
+    """Median time of one operation at one pool size."""
 
     operation: str
     size: int
@@ -96,7 +90,7 @@ class Figure:
 
 
 def main() -> None:
-    """Measure, then print the figures as a table or as JSON."""
+    """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description="Measure the cost of the cache's bookkeeping.")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
@@ -110,7 +104,7 @@ def main() -> None:
 
 
 def measure() -> list[Figure]:
-    """Return every figure, operation by operation and size by size."""
+    """Return the times of every operation at every pool size."""
     figures = []
     for block_size in BLOCK_SIZES:
         figures += hash_and_match(block_size)
@@ -121,12 +115,12 @@ def measure() -> list[Figure]:
 
 
 def best_of(rounds: list[list[Figure]]) -> list[Figure]:
-    """Return the lowest figure of each operation and size."""
+    """Return the lowest time of each operation and pool size."""
     return [min(figures, key=lambda figure: figure.microseconds) for figures in zip(*rounds, strict=True)]
 
 
 def hash_and_match(block_size: int) -> list[Figure]:
-    """Time the keys of a 128k-token prompt, and its match in a pool that holds all its blocks."""
+    """Time the hashes of a 128k-token prompt, and its match in a pool that contains all its blocks."""
     root = CacheSalt("model", "weights", epoch=0).root()
     tokens = np.random.default_rng(0).integers(0, 128_000, PROMPT_TOKENS)
     keys = block_keys(root, tokens, block_size)
@@ -141,18 +135,18 @@ def hash_and_match(block_size: int) -> list[Figure]:
 
 
 def evicting_allocation(num_blocks: int, setting: Setting, depth: int = CHAIN_DEPTH) -> Figure:
-    """Time allocate(1) in full pools of chains, last used in random order.
+    """Time `allocate(1)` in full pools of chains that were last used in random order.
 
-    One allocation of a chain's length evicts a whole chain with its state, and the next ones find its blocks free. A
-    sample is the mean of as many allocations as a chain has blocks; over slabs with the slot of the new chain's state,
-    which may be what evicts; in a split it finds the slot of the state that left.
+    The first allocation evicts a whole chain with its state, and the next ones find free blocks. A sample is therefore
+    the mean over as many allocations as a chain has blocks. With slabs, it includes the slot for the state of the new
+    chain, whose allocation may evict; with a split, this slot is free after the eviction.
     """
     us = median(_new_chains_us(num_blocks, setting, depth))
     return Figure(f"allocate(1) and slot, evicting, chains of {depth}{setting.suffix}", num_blocks, us)
 
 
 def chain_eviction(num_blocks: int, setting: Setting, depth: int) -> Figure:
-    """Time the one allocate(1) that evicts a chain."""
+    """Time the `allocate(1)` that evicts a chain."""
     longest = [max(calls) for calls in _new_chains(num_blocks, setting, depth)]
     return Figure(
         f"the allocate(1) that evicts a chain of {depth}{setting.suffix}", num_blocks, median(longest) / 1_000
@@ -160,7 +154,7 @@ def chain_eviction(num_blocks: int, setting: Setting, depth: int) -> Figure:
 
 
 def chain_round_trip(num_blocks: int, setting: Setting) -> Figure:
-    """Time acquire + release of a 32-block chain in full pools."""
+    """Time acquiring and releasing a chain of 32 blocks in full pools."""
     pools, chains = _full_pools(num_blocks, CHAIN_DEPTH, setting)
     order = iter(random.Random(1).choices(chains, k=2_000))
 
@@ -174,7 +168,7 @@ def chain_round_trip(num_blocks: int, setting: Setting) -> Figure:
 
 
 def hit_round_trip(num_blocks: int, setting: Setting) -> Figure:
-    """Time all calls of a hit on the end of a 32-block chain, and of its release."""
+    """Time all calls for a hit at the end of a chain of 32 blocks, and for its release."""
     pools, chains = _full_pools(num_blocks, CHAIN_DEPTH, setting)
     order = iter(random.Random(1).choices(chains, k=2_000))
 
@@ -191,7 +185,7 @@ def hit_round_trip(num_blocks: int, setting: Setting) -> Figure:
 
 
 def whole_life(num_blocks: int, setting: Setting, depth: int) -> Figure:
-    """Time all calls for a request with its own text, in full pools of such texts, last used in random order."""
+    """Time all calls for a request with its own text, in full pools of texts that were last used in random order."""
     pools, _ = _full_pools(num_blocks, depth, setting)
     samples, stamps = [], count(10**9)
     for number in range(max(4_000 // depth, 300)):
@@ -208,7 +202,7 @@ def whole_life(num_blocks: int, setting: Setting, depth: int) -> Figure:
 
 
 def evicting_take_live(num_slots: int, setting: Setting) -> Figure:
-    """Time take_live when every slot holds a cached state, last used in random order, each after its own block."""
+    """Time `take_live` when every slot has a cached state at the end of its own block, last used in random order."""
     pools, _ = _full_pools(num_slots, 1, setting)
     stamps, samples = count(10**9), []
     for number in range(4_000):
@@ -223,7 +217,7 @@ def evicting_take_live(num_slots: int, setting: Setting) -> Figure:
 
 
 def bare_key_removal(num_keys: int) -> Figure:
-    """Time the removal of a key from a plain dictionary, in random order: a part of every eviction."""
+    """Time the removal of a key from a plain dictionary, in random order; each eviction removes one."""
     keys = _new_keys(count(1), num_keys)
     block_of = {key: block for block, key in enumerate(keys)}
     stamps, samples = count(10**9), []
@@ -238,7 +232,7 @@ def bare_key_removal(num_keys: int) -> Figure:
 
 
 def document(figures: list[Figure]) -> dict[str, object]:
-    """Return the figures with the machine they were measured on and the growth of each cost."""
+    """Return the results with the machine and the growth of each time."""
     return {
         "python": platform.python_version(),
         "cpu": _cpu_name(),
@@ -248,12 +242,12 @@ def document(figures: list[Figure]) -> dict[str, object]:
 
 
 def costs_of(before: Mapping[str, Any]) -> dict[tuple[str, int], float]:
-    """Return the microseconds in an earlier document, by operation and size."""
+    """Return the times in an earlier document, in microseconds by operation and size."""
     return {(figure["operation"], figure["size"]): figure["microseconds"] for figure in before["figures"]}
 
 
 def table(figures: list[Figure], before: Mapping[tuple[str, int], float], file: Path | None = None) -> str:
-    """Return the document as Markdown: costs next to earlier ones from `file`, slabs next to a split."""
+    """Return the document as Markdown: times next to earlier ones from `file`, and slabs next to a split."""
     lines = ["# What bookkeeping costs", "", f"    {COMMAND}{f' --before {file.name}' if file else ''}", ""]
     lines += [
         f"Python {platform.python_version()}, {_cpu_name()}, one core. Medians, the lowest of {NUM_ROUNDS} rounds."
@@ -279,7 +273,7 @@ def _row(figure: Figure, before: Mapping[tuple[str, int], float]) -> str:
 
 
 def _cost_before(figure: Figure, before: Mapping[tuple[str, int], float]) -> float | None:
-    """Return the earlier cost of the same: of an eviction, that of a block and of its share of a state."""
+    """Return the earlier time of an operation; an eviction's is that of a block plus its share of a state's."""
     name, size = figure.operation.removesuffix(", slabs"), figure.size
     suffix = ", cost-aware" if name.endswith(", cost-aware") else ""
     state = before.get((f"take_live, evicting{suffix}", size))
@@ -333,7 +327,7 @@ def _median_us(operation: Callable[[], object], repeats: int) -> float:
 
 
 def _new_keys(stamps: "count[int]", depth: int) -> list[BlockKey]:
-    # Spread over 256 bits as real keys are, so that the hash map is as scattered in memory.
+    # Keys have 256 random bits like real keys, so that the entries of the hash map are equally scattered in memory.
     return [
         BlockKey(next(stamps) * 0x9E3779B97F4A7C15F39CC0605CEDC8341082276BF3A27251F86C6A11D0C18E95)
         for _ in range(depth)
@@ -341,7 +335,7 @@ def _new_keys(stamps: "count[int]", depth: int) -> list[BlockKey]:
 
 
 def _full_pools(num_blocks: int, depth: int, setting: Setting) -> tuple[CachePools, list[list[BlockId]]]:
-    """Return pools with every block cached and a state at the end of each chain, and the chains."""
+    """Return pools that are full of cached chains, each with a state at its end, and the chains."""
     depths = [min(depth, num_blocks - start) for start in range(0, num_blocks, depth)]
     rule = EVICTION_RULES[setting.rule](STATE_LEN)
     pools = CachePools.over(setting.room_for(num_blocks, len(depths)), rule, block_size=BLOCK_SIZE)
@@ -358,7 +352,7 @@ def _full_pools(num_blocks: int, depth: int, setting: Setting) -> tuple[CachePoo
 
 
 def _cache_chain(pools: CachePools, blocks: list[BlockId], keys: list[BlockKey], num_tokens: int) -> None:
-    """Register held blocks as a chain, and publish a state at its end."""
+    """Register referenced blocks as a chain, and publish a state at its end."""
     _register(pools.kv, blocks, keys)
     (slot,) = pools.slots.reserve()
     pools.slots.publish(slot, blocks[-1], num_tokens)
@@ -371,7 +365,7 @@ def _register(pool: KVBlockPool, blocks: list[BlockId], keys: list[BlockKey]) ->
 
 
 def _tokens(number: int, depth: int) -> int:
-    """Return the tokens up to a chain's state; states after one block have different numbers of them."""
+    """Return the number of tokens up to a chain's state; chains of one block have different numbers."""
     return BLOCK_SIZE * (depth if depth > 1 else 1 + number % 16)
 
 
@@ -380,7 +374,7 @@ def _new_chains_us(num_blocks: int, setting: Setting, depth: int) -> list[float]
 
 
 def _new_chains(num_blocks: int, setting: Setting, depth: int) -> Iterator[list[int]]:
-    """Yield, for each of many new chains in full pools, the nanoseconds of each call that can evict."""
+    """Yield the nanoseconds of each call that can evict, for each of many new chains in full pools."""
     pools, _ = _full_pools(num_blocks, depth, setting)
     stamps = count(10**9)
     for number in range(max(4_000 // depth, 40)):
@@ -395,7 +389,7 @@ def _new_chains(num_blocks: int, setting: Setting, depth: int) -> Iterator[list[
         (slot,) = pools.slots.reserve()
         calls.append(perf_counter_ns() - start)
         pools.slots.publish(slot, blocks[-1], _tokens(number, depth))
-        pools.kv.release(blocks)  # full again, with as deep a chain
+        pools.kv.release(blocks)  # the pools are full again, with a chain of the same length
         yield calls
 
 

@@ -1,17 +1,19 @@
-"""Compare the cost of requests' bookkeeping with a commit before KV blocks and states shared memory.
+"""Compare the bookkeeping of requests with a commit from before KV blocks and states shared memory.
 
     PYTHONPATH=. python benchmarks/bookkeeping_compared.py TREE [--sizes N ...] [--output FILE.md]
 
-TREE is a checkout of such a commit, 47ea3e0 for one. Pure Python on one CPU core: no GPU and no Megatron. Pools of that
-commit and of this one, over memory that is split in two and over slabs, serve the same requests by turns in one
-process, so that what else the machine does falls on all of them. Every pool is full of texts of one length, last used
-in random order, each with a state at its end. In the pools of that commit too, a block takes its state along. Figures
-are medians in µs:
+TREE is a checkout of such a commit, for example 47ea3e0. The benchmark is pure Python on one CPU core and needs neither
+a GPU nor Megatron. The pools of that commit and of this one serve the same requests in turn in one process, so that
+other work on the machine affects all of them. This commit's pools are measured with a fixed split of memory and with
+slabs.
 
-- take: blocks for a text, a live slot and one for the state at its end, all by evicting an old text;
-- keep: its blocks registered, its state published, both used and released, and the live slot;
-- hit: its blocks acquired, its state pinned, unpinned and used, and the blocks released;
-- ratio: over what the commit before takes.
+Every pool is full of texts of the same length, last used in random order, each with a state at its end. In the pools of
+the earlier commit, too, evicting a block evicts its state. Results are medians in µs:
+
+- take: evict an old text to allocate blocks for a new text, a live slot, and a slot for the state at the end;
+- keep: register the blocks, publish the state, mark both as used and release them, and release the live slot;
+- hit: acquire the blocks, pin, unpin and use the state, and release the blocks;
+- ratio: time relative to the earlier commit.
 """
 
 import argparse
@@ -45,7 +47,7 @@ MOST_REQUESTS, LEAST_REQUESTS = 4_000, 1_000
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """The pools of one commit over one kind of memory. `kv` and `slots` have the same methods in both commits."""
+    """The pools of one commit and one kind of memory. `kv` and `slots` have the same methods in both commits."""
 
     name: str
     kv: Any
@@ -54,7 +56,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """The contents of the pools, and their eviction rule."""
+    """Contents of the pools, and the eviction rule."""
 
     num_blocks: int
     text_len: int
@@ -62,23 +64,23 @@ class Case:
 
     @property
     def num_texts(self) -> int:
-        """Texts that fill the pools."""
+        """Number of texts that fill the pools."""
         return self.num_blocks // self.text_len
 
     @property
     def num_requests(self) -> int:
-        """Requests to time."""
+        """Number of requests to time."""
         return min(max(NUM_BLOCKS_TIMED // self.text_len, LEAST_REQUESTS), MOST_REQUESTS)
 
 
 class Before:
-    """The policy of the earlier commit, imported alongside ours."""
+    """Policy modules of the earlier commit, imported alongside those of this commit."""
 
     def __init__(self, tree: Path) -> None:
         self._modules = {name: _module_of(tree, name) for name in ("kv_block_pool", "slot_pool", "eviction_rules")}
 
     def pools(self, case: Case) -> Side:
-        """Return empty pools in which a block that leaves takes its state along."""
+        """Return empty pools in which evicting a block also evicts its state."""
         rule = self._modules["eviction_rules"].EVICTION_RULES[case.rule]
         slots = self._modules["slot_pool"].SlotPool(case.num_texts, rule.state_worth)
         num_blocks = case.num_texts * case.text_len
@@ -87,10 +89,12 @@ class Before:
 
 
 def main() -> None:
-    """Measure, then print the figures as a table."""
+    """Measure, then print the results as a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("tree", type=Path, help="a checkout of the commit before")
-    parser.add_argument("--sizes", nargs="+", type=int, default=[1_000, 100_000], help="blocks; default: %(default)s")
+    parser.add_argument("tree", type=Path, help="checkout of the earlier commit")
+    parser.add_argument(
+        "--sizes", nargs="+", type=int, default=[1_000, 100_000], help="pool sizes in blocks; default: %(default)s"
+    )
     parser.add_argument("--output", type=Path, help="also write the table to this file")
     arguments = parser.parse_args()
     before = Before(arguments.tree)
@@ -102,7 +106,7 @@ def main() -> None:
 
 
 def pools_now(case: Case) -> list[Side]:
-    """Return empty pools of this commit, over both kinds of memory."""
+    """Return empty pools of this commit: with a fixed split of memory, and with slabs."""
     sides = []
     for space in ("split", "slabs"):
         room = Setting(space, case.rule).room_for(case.num_texts * case.text_len, case.num_texts)
@@ -112,11 +116,11 @@ def pools_now(case: Case) -> list[Side]:
 
 
 def measure(sides: Sequence[Side], case: Case) -> dict[tuple[str, str], float]:
-    """Return the median of each operation by the name of the side and of the operation."""
+    """Return the median time of each operation of each side, by names of side and operation."""
     stamps = count(1)
     texts: dict[str, list[list[int]]] = {side.name: [] for side in sides}
     samples: dict[tuple[str, str], list[int]] = {(side.name, what): [] for side in sides for what in OPERATIONS}
-    for number in range(case.num_texts - 1):  # one slot is the live one of a request
+    for number in range(case.num_texts - 1):  # one slot is the live slot of a request
         keys = _new_keys(stamps, case.text_len)
         for side in sides:
             texts[side.name].append(serve(side, keys, _num_tokens(number, case))[0])
@@ -135,7 +139,7 @@ def measure(sides: Sequence[Side], case: Case) -> dict[tuple[str, str], float]:
 
 
 def serve(side: Side, keys: Sequence[Any], num_tokens: int) -> tuple[list[int], int, int]:
-    """Serve a request with its own text; return its blocks and the nanoseconds of take and keep."""
+    """Serve a request with its own text; return its blocks and the nanoseconds of "take" and "keep"."""
     kv, slots, parent = side.kv, side.slots, None
     start = perf_counter_ns()
     blocks = kv.allocate(len(keys))
@@ -152,7 +156,7 @@ def serve(side: Side, keys: Sequence[Any], num_tokens: int) -> tuple[list[int], 
 
 
 def hit(side: Side, blocks: Sequence[int]) -> int:
-    """Serve a request whose text is cached, except for its slot and new blocks; return the nanoseconds."""
+    """Serve a request whose text is cached; return the nanoseconds. It allocates neither a live slot nor new blocks."""
     kv, slots = side.kv, side.slots
     start = perf_counter_ns()
     kv.acquire(blocks)
@@ -164,7 +168,7 @@ def hit(side: Side, blocks: Sequence[int]) -> int:
 
 
 def table(rows: Sequence[str]) -> str:
-    """Return the rows as Markdown."""
+    """Return the results as a Markdown table."""
     lines = ["## Beside pools that evict for themselves", "", f"    {COMMAND}", ""]
     lines += [f"Python {platform.python_version()}, {_cpu_name()}. {_meaning()}", ""]
     heads = [f"{what}: before | split (ratio) | slabs (ratio)" for what in OPERATIONS]
@@ -186,12 +190,12 @@ def _meaning() -> str:
 
 
 def _num_tokens(number: int, case: Case) -> int:
-    """Return the tokens up to a text's state; texts of one block have different numbers of them."""
+    """Return the number of tokens up to the state of a text; texts of one block have different numbers."""
     return BLOCK_SIZE * (case.text_len if case.text_len > 1 else 1 + number % 16)
 
 
 def _module_of(tree: Path, name: str) -> ModuleType:
-    """Import a module of the policy in a tree, next to our own."""
+    """Import a policy module from another checkout, alongside that of this one."""
     ours = {loaded: sys.modules.pop(loaded) for loaded in list(sys.modules) if loaded.split(".")[0] == PACKAGE}
     sys.path.insert(0, str(tree))
     try:

@@ -2,13 +2,15 @@
 
     PYTHONPATH=. python3 benchmarks/changed_rows.py [--shape NAME] [--rows N] [--kinds NAME ...] [--json FILE]
 
-Requests decode together, without drafts: all plain; one with a grammar, a penalty or log-probabilities among plain
-ones; all with it. Their prompts differ by up to a KV block, so that they reach the ends of blocks one by one. Greedy
-requests, requests sampled from all tokens, and requests sampled with top-k and top-p are measured apart. Cases
-alternate over one engine; a line shows the mean step of the middle round, the share of steps that was launched before
-the tokens of the one before were read, and the step's ratios to the first line and to plain requests of its kind. The
-grammar is a JSON schema whose documents do not end meanwhile, over a vocabulary of made-up words of the model's size,
-compiled before. What a mask takes the host is timed alone.
+Requests decode together, without drafts. In each case none, one or all of them have a grammar, penalties or
+log-probabilities. Their prompts differ by up to one KV block, so that they reach the ends of blocks one by one. The
+kinds of sampling (greedy, from all tokens, and with top-k and top-p) are measured separately.
+
+All cases run in turn on one engine. A line of the table shows the mean time of a step in the middle round, the share of
+overlapped steps (launched before the preceding step's tokens were read), and the ratios to the first line and to plain
+requests of the same kind. The grammar is a precompiled JSON schema whose documents do not end during the run; its
+vocabulary has random words and the size of the model's vocabulary. The host time to compute a mask is measured
+separately.
 """
 
 import argparse
@@ -64,8 +66,8 @@ class Case:
     """The requests of a step.
 
     Args:
-        sampling: Their sampling settings.
-        changed: How many of them have the attributes; None: all.
+        sampling: Sampling settings of all requests.
+        changed: Number of requests with the extra attributes; None: all.
     """
 
     sampling: dict[str, Any]
@@ -75,12 +77,12 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """A decode step of a case.
+    """Time of a decode step in one case.
 
     Args:
-        ahead: The share of steps that overlapped.
-        of_first: Its time by that of plain rows of the first kind.
-        of_plain: Its time by that of plain rows of its kind.
+        ahead: Fraction of the steps that overlapped.
+        of_first: Time relative to plain requests of the first kind.
+        of_plain: Time relative to plain requests of the same kind.
     """
 
     case: str
@@ -91,7 +93,7 @@ class Cost:
 
 
 def cases(kinds: Sequence[str]) -> dict[str, Case]:
-    """Return the cases of some kinds by name."""
+    """Return the cases of the given kinds of sampling by name."""
     grammar = {"grammar": json_grammar(SCHEMA).text}
     found = {}
     for kind in kinds:
@@ -102,14 +104,14 @@ def cases(kinds: Sequence[str]) -> dict[str, Case]:
             f"{kind}, all grammars": Case(sampling, grammar),
             f"{kind}, one with penalties": Case(sampling, PENALTIES, 1),
             f"{kind}, all penalties": Case(sampling, PENALTIES),
-            f"{kind}, one's 5 best log-probs": Case(sampling, LOG_PROBS | {"top_n_logprobs": 5}, 1),
+            f"{kind}, one with 5 log-probs": Case(sampling, LOG_PROBS | {"top_n_logprobs": 5}, 1),
             f"{kind}, all log-probs": Case(sampling, LOG_PROBS),
         }
     return found
 
 
 def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: int) -> tuple[float, float]:
-    """Return the mean milliseconds of a decode step of a case's requests, and the share of steps that overlapped."""
+    """Return the mean time of a decode step in milliseconds, and the fraction of steps that overlapped."""
     for index, prompt in enumerate(prompts):
         sampling = SamplingParams(
             num_tokens_to_generate=len(prompts) + NUM_WARMING + NUM_STEPS + 2,
@@ -124,7 +126,7 @@ def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: in
     for _ in range(NUM_WARMING):
         engine.step_modern()
     if len(engine.context.running_requests) != len(prompts):
-        raise RuntimeError(f"{len(engine.context.running_requests)} of {len(prompts)} rows decode; raise --kv-gb")
+        raise RuntimeError(f"only {len(engine.context.running_requests)} of {len(prompts)} decode; raise --kv-gb")
     steps = [(engine.context.overlapped_step is not None, timed_step(engine)) for _ in range(NUM_STEPS)]
     while engine.has_unfinished_requests():
         engine.step_modern()
@@ -133,7 +135,7 @@ def measured(engine: Any, case: Case, prompts: Sequence[list[int]], first_id: in
 
 
 def costs(model: Any, shape: ServedShape, num_rows: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Cost]:
-    """Measure all cases of some kinds."""
+    """Measure all cases of the given kinds of sampling."""
     shape = replace(shape, max_requests=num_rows, max_tokens=max(shape.max_tokens, num_rows))
     rng, named, block_size = random.Random(0), cases(kinds), shape.block_size
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in named}
@@ -153,7 +155,7 @@ def costs(model: Any, shape: ServedShape, num_rows: int, kinds: Sequence[str] = 
 
 
 def mask_us(shape: ServedShape) -> dict[str, float]:
-    """Return the microseconds of a mask: the first of a grammar, and the median of those along a document."""
+    """Return the host time of a mask in microseconds: the first mask of a grammar, and the median along a document."""
     from megatron_mamba_cache.grammars.compiler import Grammars
 
     tokenizer = MadeUpTokenizer(shape.vocab_size)
@@ -173,13 +175,16 @@ def mask_us(shape: ServedShape) -> dict[str, float]:
 
 
 def table(found: Sequence[Cost], masks: dict[str, float]) -> str:
-    """Return the figures as Markdown."""
-    lines = ["| rows | a step, ms | ran ahead, % | of the first line | of plain rows |", "|---|---:|---:|---:|---:|"]
+    """Return the results as a Markdown table."""
+    lines = [
+        "| requests | step, ms | overlapped, % | relative to the first line | relative to plain |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for cost in found:
         times = f"{cost.of_first:.3f} | {cost.of_plain:.3f}"
         lines.append(f"| {cost.case} | {cost.wall_ms:.3f} | {100 * cost.ahead:.0f} | {times} |")
     summary = ", ".join(f"{name} {us:,.0f} µs" for name, us in masks.items())
-    return "\n".join([*lines, "", f"A mask on one thread: {summary}."])
+    return "\n".join([*lines, "", f"Time of a mask on one thread: {summary}."])
 
 
 def main() -> None:
@@ -188,7 +193,7 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--rows", type=int, default=NUM_ROWS, metavar="N", help="default: %(default)s")
     parser.add_argument("--kinds", nargs="+", choices=tuple(KINDS), default=[*KINDS], metavar="NAME")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     with quiet_libraries(), own_warnings_hidden():

@@ -1,13 +1,15 @@
-"""Measure the token rate of a chat of many users, each sending the next turn when a reply ends.
+"""Measure the time per token of a chat with many users; each user sends the next turn when a reply ends.
 
     PYTHONPATH=. python3 benchmarks/chat.py [--shape NAME] [--json FILE]
 
-Each user has a conversation of four turns that begins with the same tokens as everybody's. So at any moment some
-replies begin while others go on, and steps mix prompts with decoding rows: up to `cuda_graph_prefill_tokens` prompt
-tokens such a step is a CUDA graph, beyond that it runs eagerly. A line is one engine with its most prompt tokens of a
-graph and most tokens of a step; engines serve the same load one after another, the first one twice, so that a
-difference between its lines is the machine's. "Time per token" is the mean over replies of a reply's time after its
-first token, by token.
+Each user has a conversation of four turns; all conversations begin with the same tokens. Steps therefore often process
+prompts of some users while others decode. Such a step runs as a CUDA graph if it has at most
+`cuda_graph_prefill_tokens` prompt tokens, and eagerly otherwise.
+
+A line of the table is one engine, with its maximum number of prompt tokens in a graph and its maximum number of tokens
+in a step. Engines serve the same load one after another. The first engine runs twice: the difference between its two
+lines shows the noise of the machine. "Time per token" is the mean over all replies of the time per token after the
+first.
 """
 
 import argparse
@@ -30,7 +32,7 @@ from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_l
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Tokens of a chat: a shared prompt, new ones of each turn, and a reply."""
+    """Numbers of tokens in a chat: shared prefix, new tokens per turn, and reply."""
 
     users: int = 32
     turns: int = 4
@@ -53,7 +55,7 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class StepsOfAKind:
-    """Steps of one kind: their number, mean tokens and mean milliseconds."""
+    """Steps of one kind: their number, and their mean tokens and milliseconds."""
 
     count: int
     tokens: float
@@ -61,7 +63,7 @@ class StepsOfAKind:
 
     @staticmethod
     def of(steps: Sequence[tuple[int, float]]) -> "StepsOfAKind":
-        """Summarize steps, each given by its tokens and seconds."""
+        """Summarize steps, each given by its number of tokens and its seconds."""
         if not steps:
             return StepsOfAKind(0, 0.0, 0.0)
         return StepsOfAKind(len(steps), mean(tokens for tokens, _ in steps), 1e3 * mean(s for _, s in steps))
@@ -69,7 +71,7 @@ class StepsOfAKind:
 
 @dataclass(frozen=True, slots=True)
 class ChatFigures:
-    """One engine under the load; milliseconds are means."""
+    """Results of one engine; times are means in milliseconds."""
 
     graph_tokens: int
     max_tokens: int
@@ -83,7 +85,7 @@ class ChatFigures:
 
 
 class WatchedEngine:
-    """An engine that records each step's kind, tokens and seconds."""
+    """Engine that records the kind, the number of tokens and the seconds of each step."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
@@ -93,11 +95,11 @@ class WatchedEngine:
         return getattr(self._engine, name)
 
     def step_modern(self) -> Any:
-        """Run a step."""
+        """Run a step and record it."""
         counters = self._engine.context.counters
         graphs, prefilled = counters.graph_steps, counters.prefill_tokens_computed
         decoded, began = counters.decode_tokens_computed, time.perf_counter()
-        result = self._engine.step_modern()  # ends by reading the step's tokens back
+        result = self._engine.step_modern()  # returns after the tokens were copied to the host
         seconds = time.perf_counter() - began
         num_prefilled = counters.prefill_tokens_computed - prefilled
         kind = "mixed_in_graphs" if counters.graph_steps > graphs else "mixed_eager"
@@ -107,7 +109,7 @@ class WatchedEngine:
 
 
 def conversations_of(chat: Chat, vocab_size: int, seed: int) -> list[Conversation]:
-    """Return the turns of each user, without pauses between a reply and the next turn."""
+    """Return the conversation of each user; a turn follows the preceding reply without a pause."""
     rng = random.Random(seed)
 
     def tokens(count: int) -> tuple[int, ...]:
@@ -119,7 +121,7 @@ def conversations_of(chat: Chat, vocab_size: int, seed: int) -> list[Conversatio
 
 
 def serve(model: Any, shape: ServedShape, chat: Chat, graph_tokens: int, max_tokens: int) -> ChatFigures:
-    """Serve the load with one engine, after a warmup load of other tokens."""
+    """Serve the load with one engine, after a warmup load with other tokens."""
     shape = replace(shape, max_tokens=max_tokens, prefill_graph_tokens=graph_tokens)
     with serving_engine(model, shape, MODES["full"]) as engine:
         OpenLoop(engine, conversations_of(replace(chat, turns=1), shape.vocab_size, seed=1)).run()
@@ -141,10 +143,10 @@ def _first_token_s(turns: Sequence[ServedTurn]) -> list[float]:
 
 
 def table(found: Sequence[ChatFigures]) -> str:
-    """Return the figures as Markdown: a line per engine."""
+    """Return a Markdown table with a line per engine."""
     lines = [
-        "| prompt tokens of a graph | tokens of a step | ms a token | ms to first token | from the second turn on "
-        "| seconds in all | decode steps: number, ms | mixed in graphs: number, tokens, ms | mixed, eager |",
+        "| prompt tokens per graph | tokens per step | ms per token | ms to first token | later turns "
+        "| total seconds | decode steps: number, ms | mixed steps in graphs: number, tokens, ms | mixed, eager |",
         "|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for one in found:
@@ -165,7 +167,7 @@ def main() -> None:
         "--graph-tokens", type=int, nargs="+", default=[512, 1024], metavar="N", help="default: 512 1024"
     )
     parser.add_argument("--max-tokens", type=int, nargs="+", default=[8192], metavar="N", help="default: 8192")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     chat = SCALES.get(arguments.shape, Chat())

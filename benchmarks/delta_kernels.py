@@ -1,4 +1,4 @@
-"""Compare the speed and accuracy of Gated DeltaNet's kernels with fla-core and FlashInfer.
+"""Compare the speed and accuracy of our Gated DeltaNet kernels with fla-core and FlashInfer.
 
     PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only SECTION ...] [--layers NAME ...]
         [--sweep [KERNEL ...]]
@@ -107,7 +107,7 @@ class Figure:
 
 
 def random_tokens(heads: tuple[int, int], num_tokens: int, device: str = "cuda") -> DeltaTokens:
-    """Return bf16 tokens that are slices of a convolution's output, and gates that are slices of a projection's."""
+    """Return bf16 tokens and gates, as slices of wider tensors like those of a convolution and a projection."""
     key_heads, value_heads = heads
     of_keys = key_heads * DIM
     qkv = torch.empty(num_tokens, 2 * of_keys + value_heads * DIM, device=device, dtype=torch.bfloat16).normal_()
@@ -117,13 +117,13 @@ def random_tokens(heads: tuple[int, int], num_tokens: int, device: str = "cuda")
 
 
 def random_gates(heads: tuple[int, int], device: str = "cuda") -> GateWeights:
-    """Return gates of a newly initialized model: A from 0 to 16, time steps from 0.001 to 0.1."""
+    """Return the gate parameters of a newly initialized model: A from 0 to 16, time steps from 0.001 to 0.1."""
     A_log = torch.log(16 * torch.rand(heads[1], device=device) + 1e-3)
     return GateWeights(A_log, torch.log(torch.expm1(10 ** (-3 + 2 * torch.rand(heads[1], device=device)))))
 
 
 def prompt_rows(lengths: Sequence[int], boundaries: Sequence[int] = (), device: str = "cuda") -> PrefillBatch:
-    """Return rows without an initial state, each with a slot for its last one and for those at boundaries."""
+    """Return prompts without an initial state, with a slot for each last state and for each state at a boundary."""
     starts = [0, *accumulate(lengths)]
     plan = plan_chunks([0] * len(lengths), starts, GRAIN)
     chunk_slots = [PAD_SLOT] * len(plan.chunk_requests)
@@ -144,7 +144,7 @@ def prompt_rows(lengths: Sequence[int], boundaries: Sequence[int] = (), device: 
 
 
 def prompt_launches(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: PrefillBatch) -> dict[str, Launch]:
-    """Return our scan, and each of its kernels."""
+    """Return the launches of our scan and of each of its kernels, by name."""
     shape = tile_shape(GRAIN, tokens.q.dtype)
     assert shape is not None
     tiles = solve_tiles(tokens, gates, rows, shape)
@@ -156,7 +156,7 @@ def prompt_launches(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows:
 
 
 def peer_prompts(peer: Peer, tokens: DeltaTokens, gates: GateWeights, lengths: Sequence[int]) -> Launch:
-    """Return a peer's scan of the same tokens, without initial states and with final ones."""
+    """Return a peer's scan of the same tokens, without initial states and with final states."""
     assert peer.prefill is not None
     prefill = peer.prefill
     q, k, v = (t.contiguous() for t in (tokens.q, tokens.k, tokens.v))
@@ -167,10 +167,10 @@ def peer_prompts(peer: Peer, tokens: DeltaTokens, gates: GateWeights, lengths: S
 
 
 def measured(layer: str, case: str, form: str, launches: Sequence[Launch], guess_us: float) -> Iterator[Figure]:
-    """Yield the time of a launch; print the reason if it fails."""
+    """Yield the time of a launch; if the launch fails, print the reason and yield nothing."""
     try:
         yield Figure(layer, case, form, launch_us(launches, guess_us))
-    except Exception as error:  # a peer that does not run here is no reason to stop
+    except Exception as error:  # a peer that fails must not stop the benchmark
         if form == "ours":
             raise
         print(f"{form} does not run {case} of {layer}: {type(error).__name__}: {str(error)[:200]}")
@@ -179,7 +179,7 @@ def measured(layer: str, case: str, form: str, launches: Sequence[Launch], guess
 
 
 def measure_prompts(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
-    """Yield every scan of each case."""
+    """Yield the times of all scans in each case."""
     for layer in layers:
         gates = random_gates(LAYERS[layer])
         for case, lengths in PROMPTS.items():
@@ -203,7 +203,7 @@ def measure_prompts(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fi
 
 
 def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda") -> DecodeBatch:
-    """Return requests of 1 + `num_drafts` tokens with slots unique to step `number`."""
+    """Return requests of 1 + `num_drafts` tokens with slots that only step `number` uses."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
@@ -212,7 +212,7 @@ def decode_rows(number: int, num_rows: int, num_drafts: int, device: str = "cuda
 
 
 class DecodeBench:
-    """One layer's states, in separate slots for each of many steps, and the tokens of a step."""
+    """States of one layer, in separate slots for each of many steps, and the tokens of a step."""
 
     def __init__(
         self, layer: str, requests: int, num_drafts: int, device: str = "cuda", dtype: torch.dtype = torch.float32
@@ -239,7 +239,7 @@ class DecodeBench:
 
 
 def measure_decode(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
-    """Yield the state update of each number of requests and drafts, and the peers' of one token."""
+    """Yield the times of the state update in each case, and those of the peers for one token per request."""
     for layer, num_drafts, requests in product(layers, DRAFTS, REQUESTS):
         bench = DecodeBench(layer, requests, num_drafts)
         copied, guess_us = copy_us(bench.num_bytes), max(3.0, bench.num_bytes / 3e6)
@@ -350,8 +350,8 @@ def _named(tiling: ScanTiling | VerifyTiling | ReplayTiling) -> str:
 
 
 def scanned(tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the outputs and the last state of one request whose tokens are cast to a dtype."""
-    # b keeps its dtype, to which its sigmoid is rounded.
+    """Return the outputs and the last state of one request, with its tokens cast to `dtype`."""
+    # b keeps its dtype, because the op rounds sigmoid(b) to it.
     cast = replace(tokens, **{name: getattr(tokens, name).to(dtype) for name in ("q", "k", "v", "a")})
     of_states = torch.float64 if dtype == torch.float64 else torch.float32
     pool = torch.zeros(1, tokens.v.shape[1], DIM, DIM, device="cuda", dtype=of_states)
@@ -359,7 +359,7 @@ def scanned(tokens: DeltaTokens, gates: GateWeights, dtype: torch.dtype) -> tupl
 
 
 def measure_errors(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
-    """Yield the largest errors of outputs and final states, relative to the largest value, and those by norm."""
+    """Yield the errors of outputs and final states: the largest error relative to the largest value, and the norm."""
     for layer in layers:
         gates, tokens = random_gates(LAYERS[layer]), random_tokens(LAYERS[layer], ERROR_TOKENS)
         exact = scanned(tokens, gates, torch.float64)
@@ -382,7 +382,7 @@ def measure_errors(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fig
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown, a line per layer and case."""
+    """Return a Markdown table with a line per layer and case."""
     forms = list(dict.fromkeys(figure.form for figure in figures))
     found = {(figure.layer, figure.case, figure.form): figure for figure in figures}
     lines = [f"| layer | case | {' | '.join(forms)} |", "|---|---|" + "---:|" * len(forms)]
@@ -414,7 +414,7 @@ SWEEPS = {"scan": sweep_scans, "window": sweep_updates, "replay": sweep_replays}
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure the kernels of Gated DeltaNet.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--only", nargs="+", choices=MEASURES, default=list(MEASURES))
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=list(LAYERS))
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""Measure the dense GEMMs of a model by the number of tokens of a step.
+"""Measure the time of a model's dense GEMMs by the number of tokens in a step.
 
     PYTHONPATH=. python3 benchmarks/dense_gemms.py [--shape NAME] [--json FILE]
 
-All products of the model's layers but those of routed experts and routers, one after another in a CUDA graph, each
-with its own weights, so that they are read from memory as in a step. cuBLAS chooses a kernel by the number of tokens: a
-smaller number need not take less time. `step/captured_shapes.py` chooses what numbers captured steps have.
+All GEMMs of the model's layers, except those of routed experts and routers, run one after another in a CUDA graph. Each
+GEMM has its own weights, so that they are read from memory as in a step. cuBLAS chooses a kernel by the number of
+tokens, so fewer tokens can take more time. `step/captured_shapes.py` chooses the numbers of tokens of captured steps.
 """
 
 import argparse
@@ -29,7 +29,7 @@ NUM_ROUNDS = 5
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """All dense GEMMs of a number of tokens, and their FLOPs."""
+    """Time and FLOPs of all dense GEMMs for a number of tokens."""
 
     num_tokens: int
     us: float
@@ -37,15 +37,15 @@ class Products:
 
     @property
     def tflops(self) -> float:
-        """TFLOP/s."""
+        """Speed in TFLOP/s."""
         return self.num_flops / self.us / 1e6
 
 
 class DenseGemms:
-    """The GEMMs of some tokens with weights [outputs, inputs], into their own memory.
+    """The dense GEMMs of a step, with preallocated inputs and outputs; weights are [outputs, inputs].
 
     Attributes:
-        inputs, outputs: [tokens, width] by width.
+        inputs, outputs: [tokens, width] tensors by width.
     """
 
     def __init__(self, weights: Sequence[Tensor], num_tokens: int) -> None:
@@ -55,7 +55,7 @@ class DenseGemms:
         self.outputs = {width: torch.empty(num_tokens, width, **like) for width in {w.shape[0] for w in weights}}
 
     def __call__(self) -> None:
-        """Compute all of them."""
+        """Compute all GEMMs."""
         for weight in self._weights:
             torch.mm(self.inputs[weight.shape[1]], weight.t(), out=self.outputs[weight.shape[0]])
 
@@ -70,7 +70,7 @@ def dense_weights(model: Any) -> list[Tensor]:
 
 
 def measure(weights: Sequence[Tensor], counts: Sequence[int]) -> list[Products]:
-    """Measure the GEMMs of each number of tokens, in turn, so that drift affects all."""
+    """Measure the GEMMs for each number of tokens, in turn, so that drift affects all of them."""
     num_weights = sum(weight.numel() for weight in weights)
     variants = [[DenseGemms(weights, count)] for count in counts]
     times = interleaved_us(variants, sum(weight.nbytes for weight in weights) / 3e6, NUM_ROUNDS)
@@ -78,7 +78,7 @@ def measure(weights: Sequence[Tensor], counts: Sequence[int]) -> list[Products]:
 
 
 def table(found: Sequence[Products]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     lines = ["| tokens | ms | TFLOP/s |", "|---:|---:|---:|"]
     return "\n".join([*lines, *(f"| {one.num_tokens:,} | {one.us / 1e3:.2f} | {one.tflops:.0f} |" for one in found)])
 
@@ -88,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS + MORE_TOKENS, metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this benchmark needs a CUDA device")

@@ -1,8 +1,9 @@
-"""Check that the example writes the same tokens on a GPU as on a CPU.
+"""Check that the example generates the same tokens on a GPU and on a CPU.
 
-Runs examples/generate.py in fp32 once on each device, greedily, with the random model, the model that ships, and the
-latter with drafts, and compares the tokens of every request. Where two differ, a float64 model that shares no code with
-the package checks whether its best two tokens are within 1e-5 there: rounding may then choose either.
+The script runs examples/generate.py in fp32 with greedy decoding on each device: with the random model, with the
+shipped model, and with the shipped model and drafts. It compares the tokens of every request. If two replies differ, a
+float64 model that shares no code with the package computes the logits at that position. If its two best logits are
+within 1e-5, rounding can select either token, so the difference is accepted.
 """
 
 import argparse
@@ -22,11 +23,11 @@ RUNS = {"random model": ["--random-model"], "shipped model": [], "4 drafts": ["-
 
 
 def main() -> int:
-    """Print the comparisons; exit 1 if a difference is not explained by the margin."""
+    """Print the comparisons; exit with status 1 if a difference is not explained by rounding."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     as_json = parser.parse_args().json
-    with ThreadPoolExecutor() as pool:  # each run is a process of its own
+    with ThreadPoolExecutor() as pool:  # each run is a separate process
         started = {
             name: [pool.submit(run_example, device, flags) for device in ("cpu", "cuda")]
             for name, flags in RUNS.items()
@@ -40,7 +41,7 @@ def main() -> int:
 
 
 def run_example(device: str, own_flags: list[str]) -> dict[str, Any]:
-    """Return the JSON that the example writes on a device."""
+    """Run the example on a device and return its JSON output."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "out.json"
         script = [sys.executable, str(ROOT / "examples" / "generate.py")]
@@ -51,7 +52,7 @@ def run_example(device: str, own_flags: list[str]) -> dict[str, Any]:
 
 
 def compare(cpu: dict[str, Any], cuda: dict[str, Any], *, is_random: bool) -> dict[str, Any]:
-    """Return the comparison, and the requests that differ by more than the margin explains."""
+    """Compare two runs of the example; the result lists the requests whose difference rounding does not explain."""
     pairs = list(zip(cpu["requests"], cuda["requests"], strict=True))
     unequal = [pair for pair in pairs if pair[0]["generated_tokens"] != pair[1]["generated_tokens"]]
     oracle = _oracle(is_random=is_random) if unequal else None
@@ -84,7 +85,7 @@ def _is_a_tie(oracle: Any, ours: dict[str, Any], theirs: dict[str, Any]) -> bool
 
 
 def table(reports: dict[str, dict[str, Any]]) -> str:
-    """Return the reports as a Markdown table, one column each."""
+    """Return the reports as a Markdown table with one column per report."""
     names = list(next(iter(reports.values())))
     rows = [f"| {name} | {' | '.join(str(report[name]) for report in reports.values())} |" for name in names]
     return "\n".join([f"| | {' | '.join(reports)} |", f"|---{'|---' * len(reports)}|", *rows])

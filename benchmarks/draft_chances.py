@@ -1,11 +1,12 @@
-"""Measure the gain of drafts of several accuracies, verified always and only where they seem to pay.
+"""Measure the gain of drafts by their accuracy, with a fixed number of drafts and with adaptive drafting.
 
     PYTHONPATH=. python3 benchmarks/draft_chances.py [--shape NAME] [--rows N ...] [--chances P ...] [--json FILE]
 
-A drafter knows each reply, and each token that it drafts is right with a given chance, independently; it takes no time,
-like prompt lookup. The model has random weights that make it sure of the next token (see `loads/sure_model.py`). The
-same prompts, which differ by up to a KV block, are served together without drafts, with four drafts of each row in
-every step, and with those that the engine's policy takes. Decode steps are timed. `--shape tiny` runs on a CPU.
+The drafter knows each reply. Each of its draft tokens is correct with a given probability, independently of the others,
+and drafting takes no time, as with prompt lookup. The model has random weights with which the next token is nearly
+certain (see `loads/sure_model.py`). The prompts differ by up to one KV block. The same prompts are served concurrently
+without drafts, with four drafts per request in every step, and with adaptive drafting. Decode steps are timed. `--shape
+tiny` runs on a CPU.
 """
 
 import argparse
@@ -37,7 +38,7 @@ RUN_LENGTH = 10_000
 
 @dataclass(frozen=True, slots=True)
 class ChanceSpeeds:
-    """Decoding speed of some requests with drafts of a given accuracy."""
+    """Decoding speeds of some concurrent requests, for one accuracy of the drafts."""
 
     num_rows: int
     chance: float
@@ -49,7 +50,7 @@ class ChanceSpeeds:
 def chance_speeds(
     model: Any, shape: ServedShape, row_counts: Sequence[int], chances: Sequence[float]
 ) -> Iterator[ChanceSpeeds]:
-    """Measure a model with `make_sure` weights with each number of requests, and yield the results so far."""
+    """Measure a model with `make_sure` weights for each number of requests, and yield the results so far."""
     make_sure(model)
     for rows in row_counts:
         yield from _speeds(model, shape, rows, chances)
@@ -60,7 +61,7 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
     shape = replace(shape, max_requests=rows, num_graphs=num_graphs, prefill_graph_tokens=0)  # decode steps only
     rng = random.Random(rows)
     prompts = [some_tokens(rng, shape, PROMPT + rng.randrange(shape.block_size)) for _ in range(rows)]
-    # Not timed: on a GPU the first engine of a process may be 2 % faster than those that follow.
+    # Not timed, because the first engine of a process can be 2 % faster on a GPU than later ones.
     replies = _without_drafts(model, shape, prompts).replies
     found: dict[bool, list[DraftSpeed]] = {False: [], True: []}
     for adaptive, speeds in found.items():
@@ -71,7 +72,7 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
             for number, drafter.chance in enumerate(chances):
                 run = record_on(engine, prompts, REPLY, RUN_LENGTH * number)
                 if run.replies != replies:
-                    raise RuntimeError(f"drafts changed a reply of {rows} rows at a chance of {drafter.chance}")
+                    raise RuntimeError(f"drafts of accuracy {drafter.chance} changed one of {rows} replies")
                 speeds.append(run.speed)
     without = _without_drafts(model, shape, prompts).speed
     return [
@@ -82,17 +83,17 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
 
 def _without_drafts(model: Any, shape: ServedShape, prompts: Sequence[Sequence[int]]) -> Recording:
     with serving_engine(model, shape, MODES["full"]) as engine:
-        record_on(engine, prompts, REPLY)  # the clock falls within its first second
+        record_on(engine, prompts, REPLY)  # the GPU lowers its clock within the first second
         return record_on(engine, prompts, REPLY, RUN_LENGTH)
 
 
 HEAD = """\
-| rows | right | no drafts, tokens/s | always, of it | tokens a step | adaptive, of it | tokens a step |
+| requests | correct | no drafts, tokens/s | always, relative | tokens/step | adaptive, relative | tokens/step |
 |---:|---:|---:|---:|---:|---:|---:|"""
 
 
 def line_of(one: ChanceSpeeds) -> str:
-    """Return a line of the table, in Markdown."""
+    """Return a line of the Markdown table."""
     without = one.without.tokens_per_s
     cells = [
         f"{speed.tokens_per_s / without:.3f} | {speed.tokens_per_step:.2f}" for speed in (one.always, one.adaptive)
@@ -106,7 +107,7 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="default: %(default)s")
     parser.add_argument("--chances", type=float, nargs="+", default=CHANCES, metavar="P", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, {})
     found = []

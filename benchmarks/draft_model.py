@@ -1,11 +1,12 @@
-"""Measure a draft model's gain at best, and its cost if no draft is accepted.
+"""Measure the maximum gain of a draft model, and its cost if no draft is accepted.
 
     PYTHONPATH=. python3 benchmarks/draft_model.py [--shape NAME] [--draft-shape NAME] [--json FILE]
 
-The model has random weights that make it sure of the next token. The right draft model is sure of the same tokens, so
-that every draft is accepted; the wrong one has other random weights. Prompts are served together without drafts, with
-either draft model where its drafts seem to pay, and with the right one in every step, with CUDA graphs and with
-forwards that the host launches. A line has a median of runs by turns. `--shape tiny` runs on a CPU.
+The model has random weights with which the next token is nearly certain. The correct draft model predicts the same
+tokens, so that every draft is accepted; the wrong one has other random weights. Prompts are served concurrently without
+drafts, with adaptive drafting by either draft model, and with drafts of the correct one in every step, both with CUDA
+graphs and with eager forward passes. The runs alternate; a line of the table has the median run. `--shape tiny` runs on
+a CPU.
 """
 
 import argparse
@@ -34,7 +35,7 @@ DRAFT_MEMORY = {"state_gb": 2.0, "kv_gb": 1.0}
 
 @dataclass(frozen=True, slots=True)
 class RowSpeeds:
-    """Decoding speed of some requests with each drafter, by its name."""
+    """Decoding speeds of some concurrent requests, by name of the drafter."""
 
     num_rows: int
     speeds: dict[str, DraftSpeed]
@@ -43,10 +44,12 @@ class RowSpeeds:
 def draft_model_speeds(
     model: Any, shape: ServedShape, draft_shape: ServedShape, row_counts: Sequence[int]
 ) -> list[RowSpeeds]:
-    """Measure a model with draft models of one vocabulary; it and the right one get `make_sure` weights.
+    """Measure a model with two draft models of the same vocabulary: a correct one and a wrong one.
+
+    The model and the correct draft model get `make_sure` weights.
 
     Raises:
-        RuntimeError: If the right draft model's tokens were not accepted, or the wrong one's were.
+        RuntimeError: If drafts of the correct draft model were rejected, or drafts of the wrong one were accepted.
     """
     make_sure(model)
     right, wrong = model_of(draft_shape), model_of(draft_shape)
@@ -75,14 +78,14 @@ def _speeds(model: Any, shape: ServedShape, draft_shape: ServedShape, right: Any
             found[name].append(record(model, served, prompts, REPLY, drafters[name]()).speed)
     speeds = {name: middle(runs) for name, runs in found.items()}
     if speeds["right drafts, always"].accepted < 0.9 or speeds["wrong drafts"].accepted > 0.1:
-        raise RuntimeError(f"drafts were not accepted as they should be: {speeds}")
+        raise RuntimeError(f"all correct drafts must be accepted and all wrong ones rejected, found {speeds}")
     return RowSpeeds(rows, speeds)
 
 
 def table(found: Sequence[RowSpeeds]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     lines = [
-        "| rows | drafter | tokens/s | of no drafts | tokens a step | accepted, % |",
+        "| requests | drafter | tokens/s | relative to no drafts | tokens per step | accepted, % |",
         "|---:|---|---:|---:|---:|---:|",
     ]
     for one in found:
@@ -97,9 +100,9 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
-    parser.add_argument("--draft-shape", choices=SHAPES, help="size of the draft model; default: that of the model")
+    parser.add_argument("--draft-shape", choices=SHAPES, help="draft model; default: same shape as the model")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, {})
     draft_shape = SHAPES[arguments.draft_shape or arguments.shape]

@@ -1,14 +1,19 @@
-"""Compare cached and uncached logits of an engine with those of two uncached runs, and measure its speed.
+"""Compare an engine's cached and uncached logits, relative to the differences between uncached runs; measure its speed.
 
     PYTHONPATH=. python3 benchmarks/engine_8b.py [--shape NAME] [--json FILE]
 
-A NemotronH of 8B parameters, or a model of another's sizes; random weights, bf16. Requests share a long
-prefix, and one continues another's reply. Ways to serve them are compared by the logits of the same tokens: alone
-without a cache; together without a cache, in large steps and in small ones whose chunks end anywhere; with a cache,
-alone and together. The cached runs may differ from the first by no more than uncached runs differ among themselves; a
-control whose cached states are lost must differ by more. Then a shallower model of the same width in fp32, TF32 off,
-must generate the same tokens with a cache as without; where two differ, a float64 model that shares no code with the
-package checks whether its best two tokens are within 1e-5 there. A prefill step is one with any prompt token in it.
+The model is a NemotronH with 8B parameters or another model of `loads/model_sizes.py`, with random weights in bf16.
+Requests share a long prefix, and one of them continues the reply of another. The same requests are served in several
+ways: without a cache, one after another; without a cache, concurrently, in large steps and in small steps whose chunks
+end at any token; and with a cache, one after another and concurrently.
+
+The cached runs may differ from the first run by no more than uncached runs differ from each other. A control run whose
+cached states are lost must differ by more.
+
+Then a model of the same width with fewer layers, in fp32 without TF32, must generate the same tokens with and without a
+cache. If two tokens differ, a float64 model that shares no code with the package checks that its two best logits are
+within 1e-5, so that rounding can select either token. In the speed results, a step with at least one prompt token
+counts as prefill.
 """
 
 import argparse
@@ -49,7 +54,7 @@ SLACK = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A bf16 model, the fp32 one's layers, and the requests of both."""
+    """A bf16 model, the layers of the smaller fp32 model, and the requests of both."""
 
     shape: Shape
     fp32_layers: dict[str, Any]
@@ -152,7 +157,7 @@ def config_of(scale: Scale, *, prefix_caching: bool, max_tokens: int = 8192, kv_
 
 
 def compare_logits(scale: Scale, model: Any) -> dict[str, Any]:
-    """Serve the requests in every way; return the differences, and True if the cached ones are no larger."""
+    """Serve the requests in every way; return the differences, and True if the cached runs agree as required."""
     with_cache, without = config_of(scale, prefix_caching=True), config_of(scale, prefix_caching=False)
     small_steps = config_of(scale, prefix_caching=False, max_tokens=scale.workload.small_step)
     cached, prompts = serve_cached(model, with_cache, scale.workload)
@@ -185,7 +190,7 @@ def compare_logits(scale: Scale, model: Any) -> dict[str, Any]:
 
 
 def are_no_larger(cached: Sequence[Difference], uncached: Sequence[Difference]) -> bool:
-    """Return True if cached runs' median and largest differences are at most SLACK times those of uncached runs."""
+    """Return True if the median and largest differences of cached runs are at most SLACK times the uncached ones."""
     return all(
         max(getattr(pair, name) for pair in cached) <= SLACK * max(getattr(pair, name) for pair in uncached)
         for name in ("median", "largest")
@@ -193,7 +198,7 @@ def are_no_larger(cached: Sequence[Difference], uncached: Sequence[Difference]) 
 
 
 def compare_tokens(scale: Scale) -> dict[str, Any]:
-    """Compare the tokens of a shallower fp32 model with and without a cache."""
+    """Compare the tokens of the smaller fp32 model with and without a cache."""
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     model = random_model(scale.shape.fields | scale.fp32_layers, torch.float32)
     with_cache = config_of(scale, prefix_caching=True, kv_gb=scale.fp32_kv_gb)
@@ -233,7 +238,7 @@ def _is_a_tie(oracle: Any, prompt: list[int], ours: Trace, theirs: Trace) -> boo
 
 
 def measure_speed(scale: Scale, model: Any) -> dict[str, Any]:
-    """Serve long prompts cold, then again with all but their last block cached."""
+    """Serve long prompts without cached prefixes, then again with all blocks except the last one cached."""
     workload, vocab_size = scale.workload, scale.shape.fields["vocab_size"]
     count = workload.num_long
     prompt_tokens = [some_tokens(workload.long, vocab_size, seed) for seed in range(2 * count)]
@@ -248,7 +253,7 @@ def measure_speed(scale: Scale, model: Any) -> dict[str, Any]:
 
 
 def prefill_floor(scale: Scale, model: Any) -> dict[str, float]:
-    """Return the time of the cold prompts' GEMMs at the rate of a large one; nothing on a CPU."""
+    """Return the FLOPs of the uncached prompts' GEMMs, and their time at the speed of a large GEMM; {} on a CPU."""
     if not torch.cuda.is_available():
         return {}
     num_flops = scale.workload.num_long * prompt_flops(model, scale.workload.long)
@@ -256,7 +261,7 @@ def prefill_floor(scale: Scale, model: Any) -> dict[str, float]:
 
 
 def speeds(times: StepTimes, prompts: Mapping[int, Sequence[int]]) -> dict[str, float]:
-    """Return tokens per second of prefill, computed and served, and of decode."""
+    """Return tokens per second: prefilled prompt tokens, all prompt tokens, and decoded tokens."""
     served = sum(map(len, prompts.values()))
     return {
         "prefill, s": times.prefill_s,
@@ -269,7 +274,7 @@ def speeds(times: StepTimes, prompts: Mapping[int, Sequence[int]]) -> dict[str, 
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     logits, tokens, speed = figures["logits"], figures["tokens"], figures["speed"]
     lines = ["| logits in bf16 | tokens | median difference | mean of largest | largest |", "|---|---:|---:|---:|---:|"]
     for name, pair in logits["differences"].items():
@@ -277,8 +282,8 @@ def table(figures: dict[str, Any]) -> str:
         lines.append(f"| {name} | {pair['positions']} | {apart} |")
     lines += [
         "",
-        f"Cached runs differ by no more than uncached ones do, up to a factor of {SLACK}: {_yes(logits['holds'])}. "
-        f"Lost states would show: {_yes(logits['lost states would show'])}. "
+        f"Cached runs differ no more than uncached runs, up to a factor of {SLACK}: {_yes(logits['holds'])}. "
+        f"Lost states would be detected: {_yes(logits['lost states would show'])}. "
         f"The logits' standard deviation is {logits['spread of the logits']:.3g}; alone with a cache, "
         f"{logits['prompt tokens skipped']:,} of {logits['prompt tokens']:,} prompt tokens were skipped.",
         "",
@@ -300,7 +305,7 @@ def _of_floor(floor: Mapping[str, float], prefill_s: float) -> list[str]:
     if not floor:
         return []
     return [
-        f"The cold prompts' products ({floor['FLOPs'] / 1e12:.1f} TFLOP) take {floor['s']:.3f} s at the "
+        f"The GEMMs of the uncached prompts ({floor['FLOPs'] / 1e12:.1f} TFLOP) take {floor['s']:.3f} s at the "
         f"{floor['TFLOP/s']:.0f} TFLOP/s of a large one: prefill is at {floor['s'] / prefill_s:.2f} of that.",
         "",
     ]
@@ -311,7 +316,7 @@ def _yes(holds: bool) -> str:
 
 
 def measure(scale: Scale) -> dict[str, Any]:
-    """Return every figure."""
+    """Return all results."""
     with stopwatch() as building:
         model = random_model(scale.shape.fields, torch.bfloat16)
     with stopwatch() as on_logits:
@@ -338,8 +343,10 @@ def measure(scale: Scale) -> dict[str, Any]:
 def main() -> int:
     """Measure, print Markdown and write JSON; return 1 unless logits and tokens agree as required."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--shape", choices=SCALES, default="8b", help="tiny ones run anywhere; default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--shape", choices=SCALES, default="8b", help="shapes named tiny run on any machine; default: %(default)s"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if arguments.shape in LARGE_SHAPES and not torch.cuda.is_available():
         parser.error("needs a CUDA device, or --shape tiny")

@@ -1,18 +1,19 @@
-"""Compare a layer of experts with the GPU's limits, from the router to the weighted sum.
+"""Compare an MoE layer, from the router to the weighted sum, with the limits of the GPU.
 
     PYTHONPATH=. python3 benchmarks/experts.py [--shapes NAME ...] [--tokens N ...] [--json FILE]
 
-Each time is the median of a layer inside a CUDA graph of many, whose tokens differ from layer to layer, so that their
-experts are not in the L2 cache. Weights and inputs are random in bf16; all experts are equally likely. The floor is
-the bytes of the experts that are hit, at the rate of a plain copy, or the FLOPs of their products, at the rate of a
-large matrix product, whichever takes longer; both rates are measured in the same run. The router's weights, the
-tokens and what is between the two products count as overhead. Latent projections are not included, nor are shared
-experts but in Qwen's shapes: there the layer computes one as the engine does, and the floor has its weights. Shapes
-named "ungated" leave out its gate, for comparison.
+Each time is the median of one layer inside a CUDA graph of many layers, whose tokens differ so that their experts are
+not in the L2 cache. Weights and inputs are random in bf16; all experts are equally likely. The floor is the time to
+read the weights of the used experts at the speed of a plain copy, or the time of their FLOPs at the speed of a large
+GEMM, whichever is longer. Both speeds are measured in the same run.
 
-The peer is `torch.nn.functional.grouped_mm` with sorting and summing by torch around it, which captures as well. The
-columns after it are the parts of the layer, timed alone in the same way. Up to `FEW_TOKENS` tokens, the second product
-sums as well, and nothing is ordered.
+The router's weights, the tokens and everything between the two GEMMs are not part of the floor. Latent projections are
+not measured. Shared experts are measured for Qwen's shapes only; their weights are part of the floor. Shapes named
+"ungated" omit the gate of the shared expert, for comparison.
+
+The peer is a layer with `torch.nn.functional.grouped_mm`, in which torch sorts and sums; it also runs in a CUDA graph.
+The columns after the peer are the parts of our layer, each timed alone. For up to `FEW_TOKENS` tokens, the second GEMM
+also computes the sum, and tokens are not sorted.
 """
 
 import argparse
@@ -40,17 +41,17 @@ from megatron_mamba_cache.kernels.experts.summed_gemms import summed_gemm
 from megatron_mamba_cache.kernels.experts.weighted_sum import weighted_sum
 
 TOKENS = (1, 4, 8, 16, 64, 256, 1024, 4096, 8192, 32768)
-COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
-MOST_TOKENS = 32  # different inputs of a graph
+COLD_BYTES = 2**28  # bytes of experts that are read before an expert is read again: several times the L2 cache
+MOST_TOKENS = 32  # maximum number of different inputs in a graph
 TOLERANCE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """Sizes of a layer of experts; `hidden` is their input and output, `inner` is between their GEMMs.
+    """Dimensions of an MoE layer: `hidden` is the width of its input and output, and `inner` that between the GEMMs.
 
     Args:
-        shared_inner: The same of the shared expert; 0 for none.
+        shared_inner: Width between the GEMMs of the shared expert; 0 without a shared expert.
         has_gate: True if the shared expert has a gate.
     """
 
@@ -64,7 +65,7 @@ class LayerShape:
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes of an expert's weights in bf16."""
+        """Bytes of one expert's weights in bf16."""
         return self.expert_bytes_of(self.inner)
 
     @property
@@ -73,7 +74,7 @@ class LayerShape:
         return self.expert_bytes_of(self.shared_inner)
 
     def expert_bytes_of(self, inner: int) -> int:
-        """Return the bytes of an expert's weights in bf16."""
+        """Return the bytes of an expert's weights in bf16, for a given inner width."""
         return 2 * (3 if self.activation == "gated_silu" else 2) * self.hidden * inner
 
 
@@ -92,7 +93,7 @@ SHAPES = {
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A layer's times, in microseconds, at a number of tokens."""
+    """Times of a layer in microseconds, for a number of tokens."""
 
     shape: str
     tokens: int
@@ -105,18 +106,21 @@ class Figure:
 
     @property
     def floor_us(self) -> float:
-        """The larger one of the floors."""
+        """The longer of the two floors."""
         return max(self.bytes_us, self.flops_us)
 
     @property
     def of_floor(self) -> float:
-        """Share of the time that the floor is."""
+        """Floor divided by the measured time."""
         return self.floor_us / self.layer_us
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Tokens, their shared expert, and the outputs of the parts; `of_pairs` is `inner` in the order of tokens."""
+    """Tokens of a launch, its shared expert, and the intermediate results.
+
+    `of_pairs` is `inner` in the order of the tokens.
+    """
 
     x: Tensor
     shared: SharedExpert | None
@@ -129,7 +133,7 @@ class Inputs:
 
 
 class Bench:
-    """A layer of experts with random weights."""
+    """An MoE layer with random weights."""
 
     def __init__(self, name: str, shape: LayerShape, device: str = "cuda") -> None:
         torch.manual_seed(0)
@@ -143,7 +147,7 @@ class Bench:
         self.shared_gate = self._random(1, shape.hidden) if shape.has_gate else None
 
     def _shared_expert(self) -> SharedExpert | None:
-        """Return a shared expert with its own weights, so that a graph's are not in the L2 cache."""
+        """Return a shared expert with its own weights, so that a graph does not read weights from the L2 cache."""
         shape = self.shape
         width = shape.shared_inner * (2 if shape.activation == "gated_silu" else 1)
         if not width:
@@ -161,7 +165,7 @@ class Bench:
         batches += [self.inputs(num_tokens) for _ in range(num_batches - 1)]
         hit = sum(float(batch.ids.unique().numel()) for batch in batches) / len(batches)
         of_token = self.shape.expert_bytes * self.shape.rule.top_k + self.shape.shared_bytes
-        num_flops = of_token * num_tokens  # two a weight of two bytes
+        num_flops = of_token * num_tokens  # two FLOPs per weight, which has two bytes
         bytes_us = copy_us(round(hit * self.shape.expert_bytes + self.shape.shared_bytes))
         flops_us = num_flops / matmul_tflops() / 1e6
         expected_us = max(bytes_us, flops_us, 5.0)
@@ -201,7 +205,7 @@ class Bench:
         )
 
     def inputs(self, num_tokens: int) -> Inputs:
-        """Sample tokens and a shared expert, and compute the parts."""
+        """Sample tokens and a shared expert, and compute the intermediate results."""
         x = torch.randn(num_tokens, self.shape.hidden, device=self.device).bfloat16()
         logits = router_logits(x, self.gate)
         ids, weights = route(logits, None, self.shape.rule, None, self._gate_of(x))
@@ -212,7 +216,7 @@ class Bench:
         return Inputs(x, self._shared_expert(), logits, ids, weights, inner, rows, of_pairs)
 
     def _layer(self, batch: Inputs) -> Tensor:
-        """Compute the layer like the engine."""
+        """Compute the layer as the engine does."""
         x, shared, experts = batch.x, batch.shared, (self.first, self.second, self.shape.activation)
         takes_along = shared is not None and takes_shared_expert(x)
         overlapped = None
@@ -237,12 +241,12 @@ class Bench:
         return None if self.shared_gate is None else SharedGate(x, self.shared_gate)
 
     def _addend(self, batch: Inputs) -> Tensor | None:
-        return None if batch.shared is None else batch.x  # as large as the shared expert's output
+        return None if batch.shared is None else batch.x  # has the shape of the shared expert's output
 
     def _peer(self, batch: Inputs) -> Tensor:
-        """Compute the same with torch."""
+        """Compute the layer with torch."""
         x, rule, of_shared = batch.x, self.shape.rule, batch.shared
-        product = getattr(F, "grouped_mm", None) or torch._grouped_mm  # its name in torch 2.11
+        product = getattr(F, "grouped_mm", None) or torch._grouped_mm  # torch 2.11 has it under this name
         logits = torch.mm(x, self.gate.T, out_dtype=torch.float32)
         scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
         weights, ids = scores.topk(rule.top_k, dim=-1)
@@ -265,7 +269,7 @@ class Bench:
         return out + (shared if self.shared_gate is None else shared * F.linear(x, self.shared_gate).sigmoid())
 
     def check(self, batch: Inputs) -> None:
-        """Raise `RuntimeError` if layer and peer differ by more than bf16 rounds."""
+        """Raise `RuntimeError` if layer and peer differ by more than rounding to bf16 explains."""
         found, expected = self._layer(batch).float(), self._peer(batch).float()
         error = (found - expected).abs().mean() / expected.abs().mean()
         if not error < TOLERANCE:
@@ -273,7 +277,7 @@ class Bench:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     parts = ["logits", "route", "order", "first", "second", "sum"]
     heads = [
         "shape",
@@ -304,7 +308,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="default: all")
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")

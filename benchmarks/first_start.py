@@ -1,11 +1,11 @@
-"""Measure a start without compiled kernels by phase, and later starts.
+"""Measure the phases of a start without compiled kernels, and of later starts.
 
     PYTHONPATH=. python3 benchmarks/first_start.py [--shape NAME] [--starts N] [--json FILE]
 
-Each start is a process of its own: it builds the model with random weights, an engine with CUDA graphs, warms it up and
-serves prompts of several lengths. All share one empty folder for what Triton and FlashInfer compile, so that the first
-compiles everything. Building an engine includes FlashInfer's compilation, Triton's and the capture of graphs. The
-tokens of all starts must be the same.
+Each start is a separate process. It builds a model with random weights and an engine with CUDA graphs, warms the engine
+up, and serves prompts of several lengths. All starts share one folder for kernels that Triton and FlashInfer compile.
+The folder is empty at first, so the first start compiles all kernels. Building an engine includes the compilation of
+kernels and the capture of CUDA graphs. All starts must generate the same tokens.
 """
 
 import argparse
@@ -40,7 +40,7 @@ FOLDERS = ("TRITON_CACHE_DIR", "FLASHINFER_WORKSPACE_BASE")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Seconds of one start; compilation and capture are parts of the engine's time and the warmup's."""
+    """Seconds of one start; compilation and graph capture are included in the times of the engine and the warmup."""
 
     model_s: float
     engine_s: float
@@ -54,7 +54,7 @@ class Start:
 
 
 def start(shape: ServedShape) -> Start:
-    """Start here: in a process that has compiled nothing."""
+    """Start in this process, which has not compiled any kernel yet."""
     began = time.perf_counter()
     model = model_of(shape)
     built = time.perf_counter()
@@ -81,7 +81,7 @@ def start(shape: ServedShape) -> Start:
 
 
 def starts(arguments: Sequence[str], count: int) -> list[Start]:
-    """Start in processes that share compiled kernels, with these arguments of this script.
+    """Start `count` processes one after another, with these arguments of this script and a shared folder for kernels.
 
     Raises:
         RuntimeError: If the tokens of two starts differ.
@@ -96,13 +96,15 @@ def starts(arguments: Sequence[str], count: int) -> list[Start]:
             subprocess.run(command, env=environment, check=True, stdout=subprocess.DEVNULL)
             found.append(Start(**json.loads(figures.read_text())))
     if any(one.tokens != found[0].tokens for one in found):
-        raise RuntimeError("starts gave different tokens")
+        raise RuntimeError("all starts must generate the same tokens, but they differ")
     return found
 
 
 def table(found: Sequence[Start]) -> str:
-    """Return the figures as Markdown."""
-    lines = ["| start | model, s | engine, s | warmup, s | Triton's compilation, s | kernels | capture, s | graphs |"]
+    """Return the results as a Markdown table."""
+    lines = [
+        "| start | model, s | engine, s | warmup, s | Triton compilation, s | kernels | graph capture, s | graphs |"
+    ]
     lines += ["|---|" + "---:|" * 7]
     for number, one in enumerate(found):
         name = "later" if number else "first"
@@ -116,8 +118,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n", maxsplit=1)[0])
     add_shape_arguments(parser)
     parser.add_argument("--starts", type=int, default=2, metavar="N", help="default: %(default)s")
-    parser.add_argument("--here", action="store_true", help="one start in this process, with the machine's folders")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--here", action="store_true", help="start once in this process, with the default folders for kernels"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     document: dict[str, Any]

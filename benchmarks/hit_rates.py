@@ -2,10 +2,11 @@
 
     PYTHONPATH=. python benchmarks/hit_rates.py [--output FILE.md] [--plot FILE.png] [--json] [--cache-gb G ...]
 
-No model and no GPU: synthetic tokens go through the real cache (`served_load.py`). Memory is one budget over slabs that
-hold KV blocks or states, with the sizes of an 8B hybrid in bf16: a KV block of 256 tokens takes 4 MiB, a state 103 MB.
-Running requests, up to 16, take theirs from the same budget. The working set is the most that an unlimited cache held
-at any one time: blocks of running requests, and blocks and states that were used again later.
+The benchmark needs neither a model nor a GPU: requests with synthetic tokens use the real cache (`served_load.py`). KV
+blocks and states share one memory budget, divided into slabs, with the sizes of an 8B hybrid model in bf16: a KV block
+of 256 tokens takes 4 MiB, and a state takes 103 MB. Up to 16 running requests use the same budget. The working set is
+the peak memory of an unlimited cache, counting only the blocks of running requests, and the blocks and states that were
+used again later.
 """
 
 import argparse
@@ -37,44 +38,22 @@ RULES = ("lru", "cost")
 CACHE_GB = (4.0, 8.0, 16.0, 32.0, 64.0)
 GIB = 2**30
 
-DESIGNS = """\
-## What else was tried
-
-Of an earlier cache, which had two fixed pools and an eviction order in each, this still holds. A KV block saves the
-same tokens for its size wherever it lies, so the worth of the state at its end misleads: ordered by it, blocks saved
-0.65 instead of 0.91 of mixed in one working set. Blocks that no state can resume are worth nothing; what is built now
-keeps none. The cost to the power 0.7 and telling the end of a conversation that was resumed before from any other end
-moved no figure by more than 0.03.
-
-For one budget, by replays of recorded loads while the rule was chosen; shares of the prompt tokens skipped, of all
-coding sessions in 20 GB of Nano's sizes unless another load is named. No script here reproduces them:
-
-| instead of | tried | result |
-|---|---|---|
-| logical time for the age | seconds | no better: 0.826 with either, in an idealised simulator without slabs |
-| a learned likelihood of a hit for states inside text | a fixed one, 0.001 to 0.05 | 0.82, but \
-0.012 on Mooncake's conversations (10 GB) and 0.067 on its synthetic load, where branch points matter |
-| a learned likelihood for branch points | 1 + hits, as the rule before had | 0.63 |
-| what a state inside text saves, 0.8102 with the present count of replies | its square root | 0.8071 |
-| age and bytes as they are | exponents of either other than 1 | no better on all sizes |
-"""
-
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One load, given by name, generated from one seed."""
+    """A load, given by its name and a seed."""
 
     load: str
     seed: int
 
     def sessions(self) -> list[Conversation]:
-        """Return its conversations."""
+        """Return the conversations of the load."""
         return conversations(LOADS[self.load], self.seed, SERVER.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """Savings of an unlimited cache, and the bytes of the working set."""
+    """Tokens saved by an unlimited cache, and the bytes of the working set."""
 
     prompt_tokens: int
     saved_tokens: int
@@ -83,7 +62,7 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Savings of one rule on one load in one budget."""
+    """Tokens saved by one eviction rule, for one load and budget."""
 
     load: str
     seed: int
@@ -96,15 +75,17 @@ class Figure:
 
 
 def main() -> None:
-    """Measure, then print the figures as a table or as JSON."""
+    """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS), help="default: all")
-    parser.add_argument("--cache-gb", nargs="+", type=float, default=list(CACHE_GB), help="GiB; default: 4 to 64")
+    parser.add_argument(
+        "--cache-gb", nargs="+", type=float, default=list(CACHE_GB), help="memory sizes in GiB; default: 4 to 64"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
-    parser.add_argument("--plot", type=Path, help="also draw the figures; needs matplotlib")
+    parser.add_argument("--plot", type=Path, help="also draw a plot; needs matplotlib")
     arguments = parser.parse_args()
     if arguments.plot:
         _require_matplotlib(parser)
@@ -118,7 +99,7 @@ def main() -> None:
 
 
 def measure(works: Sequence[Work], budgets: Sequence[float], num_processes: int) -> list[Figure]:
-    """Serve every load in every budget, in GiB, under every rule."""
+    """Serve every load with every budget (in GiB) under every eviction rule."""
     runs = [(work, gb, rule) for work in works for gb in budgets for rule in RULES]
     figures = []
     with ProcessPoolExecutor(num_processes) as processes:
@@ -141,7 +122,7 @@ def bound_of(work: Work) -> Bound:
 
 
 def serve(work: Work, cache_gb: float, rule: str) -> Figure:
-    """Serve a load in a budget."""
+    """Serve a load from a cache with a budget."""
     bound = bound_of(work)
     served = ServedLoad(make_cache(SIZES.slabs(int(cache_gb * GIB)), rule), SERVER, work.sessions(), Observer())
     served.run()
@@ -152,31 +133,34 @@ def serve(work: Work, cache_gb: float, rule: str) -> Figure:
 
 
 def make_cache(space: CacheSpace, rule: str) -> PrefixCache:
-    """Return an empty cache for the server's requests."""
+    """Return an empty cache for the requests of the simulated server."""
     return SIZES.make_cache(space, rule, SERVER.max_requests)
 
 
 def document(figures: Sequence[Figure]) -> dict[str, object]:
-    """Return the figures with the Python version of the run."""
+    """Return the results and the Python version as JSON types."""
     return {"python": platform.python_version(), "figures": [asdict(figure) for figure in figures]}
 
 
 def table(figures: Sequence[Figure], picture: Path | None = None) -> str:
-    """Return the figures as Markdown, seeds averaged; the ratio is also given for the worst seed."""
+    """Return the means over the seeds as a Markdown table; the ratio is also given for the worst seed."""
     seeds = len({figure.seed for figure in figures})
     command = f"{COMMAND} --seeds {seeds}{f' --plot benchmarks/results/{picture.name}' if picture else ''}"
     lines = ["# Tokens saved under each eviction rule", "", f"    {command}", ""]
     lines += [f"Python {platform.python_version()}, {seeds} seeds. {_flat(__doc__)}", ""]
-    lines += ["Saved: share of what an unlimited cache saves; where that is nothing, there is nothing to save.", ""]
+    lines += [
+        "Saved tokens are a fraction of what an unlimited cache saves; if no prompt hits, there is nothing to save.",
+        "",
+    ]
     lines += [f"![Tokens saved as memory shrinks]({picture.name})", ""] if picture else []
     lines += ["| load | GiB | working set, GiB | hit rate, unlimited | lru | cost | cost / lru, mean (worst seed) |"]
     lines += ["|---|---:|---:|---:|---:|---:|---:|"]
     lines += [_row(load, gb, figures) for load in _loads(figures) for gb in _budgets(figures)]
-    return "\n".join([*lines, "", *_targets(figures), "", DESIGNS])
+    return "\n".join([*lines, "", *_targets(figures)])
 
 
 def plot(figures: Sequence[Figure], file: Path) -> None:
-    """Plot what both rules save over memory, one panel for each load with something to save."""
+    """Plot the tokens saved under both rules by memory size, with one panel for each load that can hit the cache."""
     from matplotlib.figure import Figure as Picture
     from matplotlib.ticker import NullLocator
 
@@ -208,9 +192,9 @@ def _row(load: str, cache_gb: float, figures: Sequence[Figure]) -> str:
 
 
 def _targets(figures: Sequence[Figure]) -> Iterator[str]:
-    """Yield each target with the measured value, means over the seeds."""
+    """Yield each goal with the measured value, both as text; values are means over the seeds."""
     loads, budgets = _loads_with_hits(figures), _budgets(figures)
-    yield "Aims, and what the cost-aware rule reached:"
+    yield "Goals, and the results of the cost-aware rule:"
     yield ""
     fitting = {load: [gb for gb in budgets if gb >= _working_set(figures, load)] for load in loads}
     reached = [
@@ -218,11 +202,11 @@ def _targets(figures: Sequence[Figure]) -> Iterator[str]:
         for load, fits in fitting.items()
         if fits
     ]
-    aim = "0.95 of the unlimited cache's savings where the working set fits; in the least such budget"
+    aim = "at least 0.95 of the unlimited cache's savings if the working set fits; in the smallest such budget"
     yield f"- {aim}: {', '.join(reached)};"
     pairs = [[_pick(figures, load, gb, rule) for rule in RULES] for load in loads for gb in budgets]
     worst = min((ratio for pair in pairs for ratio in _ratios(*pair)), default=1.0)
-    yield f"- never below 0.98 of LRU's: {worst:.3f} at worst, of all loads, budgets and seeds."
+    yield f"- at least 0.98 of LRU's savings: {worst:.3f} in the worst case over all loads, budgets and seeds."
 
 
 def _loads(figures: Sequence[Figure]) -> list[str]:
@@ -238,7 +222,7 @@ def _budgets(figures: Sequence[Figure]) -> list[float]:
 
 
 def _working_set(figures: Sequence[Figure], load: str) -> float:
-    """Return the GiB of a load's working set."""
+    """Return the working set of a load in GiB."""
     return mean(figure.working_set for figure in figures if figure.load == load) / GIB
 
 

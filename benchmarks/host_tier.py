@@ -1,20 +1,17 @@
-"""Measure how fast sessions are restored from the host, and how copies slow down concurrent decoding.
+"""Measure how fast sessions are restored from the host, and how much copies slow down concurrent decoding.
 
     PYTHONPATH=. python3 benchmarks/host_tier.py [--shape NAME] [--rounds N] [--cold-rounds N]
         [--json FILE]
 
-The card has room for the decoding requests and for one or two long sessions, the host for all, so that most turns find
-their session on the host only, and evict another one from the card.
+GPU memory has room for the decoding requests and for one or two long sessions; host memory has room for all sessions.
+Most turns therefore find their session only in host memory, and evict another session from the GPU.
 
-Restored from the host: the time from a turn's arrival to its first token, of a session that is on the host, next to
-that of a turn whose session is still on the card, and to the time of a plain copy of as many bytes from pinned memory
-in the same run.
-
-Concurrent decoding: the mean decode step while a session is restored for a waiting request, over the mean of as many
-steps afterwards.
-
-The tier's other costs, by two engines in turns, with the tier and without: tokens a second of batches of prompts that
-share nothing; and decode steps after a new session has ended, as long as the session is written to the host.
+- Restores: the time to first token of a turn whose session is in host memory, compared with a turn whose session is on
+  the GPU, and with a plain copy of the same number of bytes from pinned memory in the same run.
+- Concurrent decoding: the mean time of decode steps while a session is restored for a waiting request, divided by the
+  mean time of the same number of later steps.
+- Other costs of the tier, measured with two engines in turn, with and without the tier: the throughput of prompts that
+  share no text, and the time of decode steps while a finished session is written to the host.
 """
 
 import argparse
@@ -52,12 +49,12 @@ NUM_WARMING = 5
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Sizes of the load.
+    """Numbers of tokens and requests in the load.
 
     Args:
         length: Tokens of a session.
-        rows: Requests that decode meanwhile.
-        cold_prompt, cold_reply, cold_batch: Tokens and requests of a batch that hits nothing.
+        rows: Number of requests that decode during the copies.
+        cold_prompt, cold_reply, cold_batch: Prompt tokens, reply tokens and number of requests in a batch without hits.
     """
 
     length: int
@@ -86,7 +83,7 @@ LIMITS = {
 
 @dataclass
 class Returns:
-    """Milliseconds to the first token of turns, by the location of their session, and of a plain copy of it."""
+    """Milliseconds to the first token of a turn, by the location of its session, and of a plain copy of the session."""
 
     num_bytes: int
     copy_ms: float | None
@@ -95,7 +92,7 @@ class Returns:
 
     @property
     def times_the_copy(self) -> float | None:
-        """Time that the host adds to a turn, over that of the plain copy."""
+        """Time that a restore adds to a turn, divided by the time of the plain copy."""
         if self.copy_ms is None:
             return None
         return (median(self.from_host_ms) - median(self.on_card_ms)) / self.copy_ms
@@ -103,19 +100,19 @@ class Returns:
 
 @dataclass
 class Slowdown:
-    """Seconds of decode steps during copies, and of as many steps without any."""
+    """Seconds of decode steps during copies, and of the same number of steps without copies."""
 
     under_way: list[float] = field(default_factory=list)
     undisturbed: list[float] = field(default_factory=list)
 
     @property
     def ratio(self) -> float:
-        """Ratio of the mean steps."""
+        """Ratio of the mean times of a step, with copies to without."""
         return fmean(self.under_way) / fmean(self.undisturbed)
 
 
 class Sessions:
-    """Long texts, whose turns each end with a new token and new text."""
+    """Long session texts; the prompt of each turn is one of these texts plus new tokens."""
 
     def __init__(self, engine: Any, shape: ServedShape, scale: Scale, rng: random.Random) -> None:
         self._engine, self._shape, self._rng = engine, shape, rng
@@ -123,7 +120,7 @@ class Sessions:
         self.texts = [some_tokens(rng, shape, scale.length) for _ in range(NUM_SESSIONS)]
 
     def turn(self, number: int) -> tuple[float, int]:
-        """Run a turn; return its seconds to the first token, and its restored tokens."""
+        """Run a turn; return its seconds to the first token and its number of restored tokens."""
         self._next_id += 1
         seconds, _ = first_token(self._engine, self._next_id, self.continued(number))
         from_host = self._engine.tier_tokens(self._next_id).from_host
@@ -131,12 +128,12 @@ class Sessions:
         return seconds, from_host
 
     def continued(self, number: int) -> list[int]:
-        """Return the prompt of a session's next turn, too short for a new boundary, so that turns are alike."""
+        """Return the prompt of a session's next turn. It reaches no new block boundary, so all turns are alike."""
         return self.texts[number] + some_tokens(self._rng, self._shape, self._shape.block_size * 3 // 4)
 
 
 def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
-    """Measure turns of sessions on the host and on the card."""
+    """Measure turns whose sessions are in host memory and on the GPU."""
     for number in range(NUM_SESSIONS):
         sessions.turn(number)
     usage = engine.context.memory.below.usage()["host_bytes"]
@@ -148,15 +145,15 @@ def returns(engine: Any, sessions: Sessions, rounds: int) -> Returns:
     if not found.from_host_ms:
         counters = engine.context.counters
         raise RuntimeError(
-            f"no session was restored from the host, which has {usage}: {counters.states_written_to_host} states were "
-            f"written, {counters.host_writes_failed} not, {counters.host_restores_failed} restores failed; "
-            "if none did, lower --cache-gb"
+            f"no session was restored from the host (usage {usage}): {counters.states_written_to_host} states were "
+            f"written, {counters.host_writes_failed} writes and {counters.host_restores_failed} restores failed; "
+            "if nothing failed, lower --cache-gb"
         )
     return found
 
 
 def plain_copy_ms(num_bytes: int) -> float | None:
-    """Return the milliseconds of a copy of this many bytes from pinned memory; None without a GPU."""
+    """Return the milliseconds to copy `num_bytes` from pinned memory to the GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     pinned, target = torch.empty(num_bytes, dtype=torch.uint8).pin_memory(), torch.empty(num_bytes, dtype=torch.uint8)
@@ -178,12 +175,12 @@ def steps_during_restores(engine: Any, sessions: Sessions, rounds: int) -> Slowd
             found.under_way += steps
             found.undisturbed += [timed_step(engine) for _ in steps]
     if not found.under_way:
-        raise RuntimeError("no session was restored from the host; lower --cache-gb")
+        raise RuntimeError("a session must be restored from the host, but none was; lower --cache-gb")
     return found
 
 
 def timed_while(engine: Any, is_under_way: Callable[[], bool]) -> list[float]:
-    """Return the seconds of steps until something has ended, without the last one."""
+    """Return the seconds of each step while `is_under_way` is true, without the last step."""
     steps: list[float] = []
     while is_under_way():
         steps.append(timed_step(engine))
@@ -196,7 +193,7 @@ def are_under_way(engine: Any) -> bool:
 
 
 def settle(engine: Any) -> None:
-    """Step until no copy is in flight, and a few times more."""
+    """Run steps until no copy is in flight, and a few more."""
     while are_under_way(engine):
         engine.step_modern()
     for _ in range(NUM_WARMING):
@@ -204,7 +201,7 @@ def settle(engine: Any) -> None:
 
 
 def start_decoding(engine: Any, shape: ServedShape, scale: Scale, rng: random.Random, num_tokens: int) -> None:
-    """Start the requests, and step until they all decode."""
+    """Start the requests, and run steps until all of them decode."""
     for index in range(scale.rows):
         send(engine, index, some_tokens(rng, shape, shape.block_size // 2), num_tokens)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
@@ -214,9 +211,9 @@ def start_decoding(engine: Any, shape: ServedShape, scale: Scale, rng: random.Ra
 
 
 def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int, cold_rounds: int) -> tuple[list[float], Slowdown]:
-    """Return the tier's cost if nothing hits, and its cost to decode steps while a session is written.
+    """Return the cost of the tier for prompts that hit nothing, and for decode steps while a session is written.
 
-    The first is tokens a second with the tier over without, of each round.
+    The first is the throughput with the tier relative to that without, for each round.
     """
     shapes = {"with": shape, "without": replace(shape, host_cache_gb=None)}
     rng = random.Random(2)
@@ -229,7 +226,7 @@ def costs(model: Any, shape: ServedShape, scale: Scale, rounds: int, cold_rounds
 def cold_ratios(
     engines: dict[str, Any], shape: ServedShape, scale: Scale, rng: random.Random, rounds: int
 ) -> list[float]:
-    """Measure batches of prompts that share nothing."""
+    """Measure batches of prompts that share no text."""
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for number in range(-1, rounds):
         prompts = [some_tokens(rng, shape, scale.cold_prompt) for _ in range(scale.cold_batch)]
@@ -246,7 +243,7 @@ def cold_ratios(
 def steps_during_writes(
     engines: dict[str, Any], shape: ServedShape, scale: Scale, rng: random.Random, rounds: int
 ) -> Slowdown:
-    """Measure decode steps while an ended session is written to the host, and without a tier."""
+    """Measure decode steps while a finished session is written to the host, and the same steps without a tier."""
     rows = rng.getrandbits(32)
     for engine in engines.values():
         start_decoding(engine, shape, scale, random.Random(rows), shape.max_length - shape.block_size)
@@ -279,23 +276,23 @@ def measured(model: Any, shape: ServedShape, scale: Scale, rounds: int) -> tuple
 
 
 def table(found: Returns, restores: Slowdown, writes: Slowdown, cold: Sequence[float]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     copy = "" if found.copy_ms is None else f"{found.copy_ms:.1f} | {found.times_the_copy:.2f}"
     return "\n".join(
         [
-            "| bytes of a session | on the card, ms | from the host, ms | a plain copy, ms | times the copy |",
+            "| bytes of a session | on the GPU, ms | from the host, ms | plain copy, ms | added time / copy |",
             "|---:|---:|---:|---:|---:|",
             f"| {found.num_bytes:,} | {median(found.on_card_ms):.1f} | {median(found.from_host_ms):.1f} | {copy} |",
             "",
-            "| decoding during | steps | ms undisturbed | ms | ratio |",
+            "| concurrent copy | steps | undisturbed step, ms | step, ms | ratio |",
             "|---|---:|---:|---:|---:|",
             *(
-                f"| a session that {what} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} "
+                f"| a session {what} | {len(one.under_way)} | {1e3 * fmean(one.undisturbed):.3f} "
                 f"| {1e3 * fmean(one.under_way):.3f} | {one.ratio:.3f} |"
-                for what, one in (("is restored", restores), ("is written", writes))
+                for what, one in (("is restored", restores), ("is written to the host", writes))
             ),
             "",
-            f"Where nothing hits: {median(cold):.3f} of the tokens a second without the tier, the median of "
+            f"Without hits: {median(cold):.3f} of the tokens per second without the tier, the median of "
             f"{len(cold)} rounds from {min(cold):.3f} to {max(cold):.3f}.",
         ]
     )
@@ -305,16 +302,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
-    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of the host's memory for prefixes")
+    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of host memory for prefixes")
     parser.add_argument("--rounds", type=int, default=3, metavar="N", help="default: %(default)s")
-    parser.add_argument("--cold-rounds", type=int, metavar="N", help="of prompts that share nothing; default: rounds")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--cold-rounds", type=int, metavar="N", help="rounds of prompts that share no text; default: --rounds"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     given = parser.parse_args(arguments)
     scale, shape = SCALES[given.shape], shape_of(parser, given, LIMITS)
     shape = replace(shape, max_requests=scale.rows + 1, max_length=scale.length + 8 * shape.block_size)
     if given.host_cache_gb is not None:
         shape = replace(shape, host_cache_gb=given.host_cache_gb)
-    with quiet_libraries():  # a copy that fails is logged
+    with quiet_libraries():  # hides the log lines of failed copies
         model = model_of(shape)
         found, restores = measured(model, shape, scale, given.rounds)
         cold, writes = costs(model, shape, scale, given.rounds, given.cold_rounds or given.rounds)

@@ -1,16 +1,16 @@
-"""Count the host's Python calls in a decode step, their time, and the device's waits for them.
+"""Measure the host time and the Python calls of a decode step, and how often the device waits for the host.
 
     PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--spread N] [--waiting N] [--json FILE]
 
-The tiny model decodes with captured steps whose replays are left out: what remains is the host's own work, on any
-machine. Tokens are meaningless. Only steps count that were launched early and launch the next one, as nearly all steps
-of a busy engine; no row ends in them. Calls include those of functions in C. Times are medians over steps without the
-profiler. To compare two versions, let them take turns: a machine's speed changes by the minute.
+A tiny model decodes with captured steps that are never replayed, so only the host works. The script therefore runs on
+any machine; the generated tokens are meaningless. Only steps count that overlap with both the preceding and the next
+step, and in which no request ends: nearly all steps of a busy engine are of this kind. Calls include those of functions
+in C. Times are medians over steps without the profiler. To compare two versions, alternate them, because the speed of a
+machine changes by the minute.
 
-"Overlapped" is the share of further steps, of whatever kind, that were launched early: before each other one the device
-waits for the host. Rows whose prompts have lengths of their own, as `--spread` gives them, come to the ends of KV
-blocks one by one, as those of a real load do. With `--waiting` requests wait for a row to end, as where a server has
-more users than rows.
+"Overlapped" is the fraction of further steps of any kind that overlapped with the preceding step. In all other steps,
+the device waits for the host. With `--spread`, prompts have different lengths, so that requests reach the ends of KV
+blocks one by one, as under a real load. With `--waiting`, some requests wait in the queue until a running request ends.
 """
 
 import argparse
@@ -44,7 +44,7 @@ NUM_COUNTED = 256
 
 @dataclass(frozen=True, slots=True)
 class HostWork:
-    """The host's work in a decode step of some requests."""
+    """Host work in a decode step of some requests."""
 
     num_rows: int
     calls: float
@@ -53,28 +53,28 @@ class HostWork:
 
 
 class LeavesReplaysOut:
-    """Stands in for `CudaRecorder`: a recorded step is computed once, and not again."""
+    """Replacement for `CudaRecorder` that computes a recorded step once and does nothing in its replays."""
 
     def num_bytes(self) -> int:
-        """Return 0."""
+        """Return 0: no graph takes memory."""
         return 0
 
     def split(self) -> None:
         """Do nothing."""
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
-        """Return copies of the results, and a replay in which the host prepares and nothing is computed."""
+        """Return copies of the results, and a replay that only prepares the inputs on the host."""
         return tuple(result.clone() for result in compute()), Replay(nothing, prepare)
 
 
 def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) -> HostWork:
-    """Measure steps of some requests, whose prompts exceed the shortest by up to `spread` tokens.
+    """Measure steps of `num_rows` requests, whose prompt lengths differ by up to `spread` tokens.
 
     Args:
-        num_waiting: Requests that wait for one of them to end.
+        num_waiting: Number of requests that wait until a running request ends.
     """
     room = {"max_requests": num_rows, "max_tokens": 4096, "state_gb": 0.1, "kv_gb": 0.1}
-    shape = replace(SHAPES["tiny"], prefill_graph_tokens=0, **room)  # a capture computes all tokens of its graph
+    shape = replace(SHAPES["tiny"], prefill_graph_tokens=0, **room)  # each capture computes its tokens
     rng = random.Random(num_rows)
     with (
         patch.object(graphs, "CudaRecorder", LeavesReplaysOut),
@@ -94,7 +94,7 @@ def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) 
 
 
 def _num_calls(engine: Any) -> int:
-    """Run steps until two consecutive ones overlap; return the calls of the second."""
+    """Run steps until two consecutive ones overlap; return the number of calls in the second."""
     while engine.has_unfinished_requests():
         profile, was_early = cProfile.Profile(), _is_ahead(engine)
         profile.enable()
@@ -117,7 +117,7 @@ def _seconds(engine: Any) -> float:
 
 
 def _overlaps(engine: Any) -> bool:
-    """Run a step; return True if it had been launched early."""
+    """Run a step; return True if it overlapped with the preceding step."""
     was_early = _is_ahead(engine)
     engine.step_modern()
     return was_early
@@ -131,9 +131,13 @@ def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
-    parser.add_argument("--spread", type=int, default=0, metavar="N", help="tokens by which prompts differ")
-    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a row to end")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument(
+        "--spread", type=int, default=0, metavar="N", help="maximum difference of prompt lengths, in tokens"
+    )
+    parser.add_argument(
+        "--waiting", type=int, default=0, metavar="N", help="requests that wait for a running request to end"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to FILE")
     arguments = parser.parse_args()
     model = model_of(SHAPES["tiny"])
     found = [host_work(model, num_rows, arguments.spread, arguments.waiting) for num_rows in arguments.rows]

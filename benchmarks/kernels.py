@@ -1,12 +1,13 @@
-"""Measure each kernel with its floor and its peers in the same run.
+"""Measure each kernel, with its floor and with other libraries in the same run.
 
     PYTHONPATH=. python3 benchmarks/kernels.py [--json FILE] [--quick] [--only SECTION ...]
 
-Times are medians of a launch inside a CUDA graph of several, on random data. A floor is the time of a plain copy of the
-bytes that the kernel must move, or of its FLOPs in a large bf16 matrix product, whichever is longer, both measured in
-this run. The scan must move x, y, B, C and dt once, a clear only writes, an update of K drafts reads one state and
-writes 1 + K. Peers do the same work: mamba-ssm, causal-conv1d, plain torch; one that is not installed is listed as
-missing. Boundary states are compared with the same tokens without them, in graphs that are replayed in turn.
+Times are medians of one launch inside a CUDA graph of several, on random data. The floor is the time of a plain copy of
+the bytes that the kernel must move, or of a large bf16 GEMM with its FLOPs, whichever is longer; both are measured in
+this run. The scan must move x, y, B, C and dt once. A clear only writes. A state update with K drafts reads one state
+and writes 1 + K. Peers (mamba-ssm, causal-conv1d, plain torch) do the same work; the report names those that are not
+installed. Scans with boundary states are compared with scans of the same tokens without them, in graphs that are
+replayed in turn.
 """
 
 import argparse
@@ -48,7 +49,7 @@ LARGE_COPY = 3 * 2**28
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The measurements of a run."""
+    """The cases that a run measures, by section."""
 
     models: tuple[str, ...]
     scan_cases: tuple[str, ...]
@@ -89,7 +90,7 @@ QUICK = Selection(
 
 
 class Report:
-    """The results so far: printed as they arrive, and kept for JSON."""
+    """Results so far; each section is printed when it ends and kept for the JSON file."""
 
     def __init__(self, file: Path | None) -> None:
         self._file = file
@@ -97,7 +98,7 @@ class Report:
 
     @property
     def has_failures(self) -> bool:
-        """True when a section failed."""
+        """True if a section failed."""
         return bool(self._document["failed"])
 
     def add(self, title: str, section: Callable[[], tuple[str, object]]) -> None:
@@ -107,7 +108,7 @@ class Report:
         try:
             text, self._document[title] = section()
             print(text, flush=True)
-        except Exception as error:  # the others are worth having all the same
+        except Exception as error:  # the results of other sections are still useful
             traceback.print_exc()
             print(f"This section failed: {type(error).__name__}: {error}", flush=True)
             self._document["failed"].append(title)
@@ -117,7 +118,7 @@ class Report:
             self._file.write_text(json.dumps(self._document, indent=2) + "\n")
 
     def seconds(self) -> str:
-        """Return the time of each section."""
+        """Return the time of each section as text."""
         seconds = self._document["seconds"]
         each = ", ".join(f"{name} {taken:.0f}" for name, taken in seconds.items())
         return f"Seconds: {each}; {sum(seconds.values()):.0f} in all."
@@ -139,13 +140,13 @@ def sections(selection: Selection) -> Iterator[tuple[str, Callable[[], tuple[str
 
 
 def reported(figures: Iterable[Figure]) -> tuple[str, object]:
-    """Return figures as a table and for JSON."""
+    """Return the measurements as a Markdown table and as JSON types."""
     figures = list(figures)
     return table(figures), [figure.record() for figure in figures]
 
 
 def ceilings() -> tuple[str, object]:
-    """Measure both ceilings, and name missing peers."""
+    """Measure the copy speed and the GEMM speed, and name missing peers."""
     missing = [
         reason for reason in (missing_peer(), None if peer_conv() else "causal-conv1d is not installed") if reason
     ]
@@ -172,7 +173,7 @@ def scan(selection: Selection) -> tuple[str, object]:
 
 
 def growth(figures: Iterable[Figure], model: str) -> dict[str, Any]:
-    """Return the scan's time per token of each case, and its growth with the length of single prompts."""
+    """Return the scan's time per token in each case, and how it varies with the length of single prompts."""
     us = {figure.case: figure.us for figure in figures if (figure.kernel, figure.shape) == ("ssd_scan", model)}
     ns = {case: taken * 1000 / sum(ssd_scan.CASES[case]) for case, taken in us.items()}
     long_rows = [ns[case] for case in GROWTH_CASES if case in ns]
@@ -181,12 +182,12 @@ def growth(figures: Iterable[Figure], model: str) -> dict[str, Any]:
 
 
 def boundaries(selection: Selection) -> tuple[str, object]:
-    """Measure the cost of boundary states of 4k prompts in the scan."""
+    """Measure how much time boundary states add to the scan of 4k prompts."""
     return boundary_table(list(ssd_scan.measure_boundaries(selection.models, selection.boundary_rows)))
 
 
 def boundary_table(figures: list[ssd_scan.Figure]) -> tuple[str, object]:
-    """Return times with and without boundaries, and their ratios."""
+    """Return times with and without boundary states, and their ratios, as Markdown and as JSON types."""
     ns = {(figure.model, figure.case, figure.form): figure.ns for figure in figures}
     plain, *others = ssd_scan.BOUNDARIES
     lines = [f"| shape | case | {plain}, ns a token | {' | '.join(f'{name}: ns, ratio' for name in others)} |"]
@@ -202,7 +203,7 @@ def boundary_table(figures: list[ssd_scan.Figure]) -> tuple[str, object]:
 
 
 def error(selection: Selection) -> tuple[str, object]:
-    """Measure the scans' errors against float64."""
+    """Measure the errors of the scans, relative to float64."""
     errors = scan_error.measure_errors(selection.peer_chunks)
     return scan_error.table(errors), [asdict(found) for found in errors]
 
@@ -210,9 +211,9 @@ def error(selection: Selection) -> tuple[str, object]:
 def main() -> int:
     """Measure, print Markdown and write JSON; return 1 if a section failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--quick", action="store_true", help="measure a few cases only")
-    parser.add_argument("--only", nargs="+", metavar="SECTION", help="of those that a whole run prints")
+    parser.add_argument("--only", nargs="+", metavar="SECTION", help="sections to run, by title")
     arguments = parser.parse_args()
     selected = dict(sections(QUICK if arguments.quick else FULL))
     unknown = sorted(set(arguments.only or ()) - set(selected))

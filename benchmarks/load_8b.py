@@ -1,10 +1,11 @@
-"""Measure the time and memory to load a model of 8B or with experts, and check its use of prefixes.
+"""Measure the time and memory to load an 8B model or an MoE model, and check that it reuses prefixes.
 
     PYTHONPATH=. python3 benchmarks/load_8b.py [--shape 8b|experts|tiny] [--fp8] [--json]
 
-Writes a NemotronH directory with random weights, in bf16 or in FP8 in blocks of 128 x 128, to a temporary folder, loads
-it in bf16 onto the GPU if there is one, and serves requests that share a long prefix. The files were just written, so
-they are read from the page cache. "Experts" is the first quarter of the layers of a model of Nemotron 3 Nano's sizes.
+The script writes a NemotronH checkpoint with random weights to a temporary folder, in bf16 or in FP8 with blocks of 128
+x 128. It loads the checkpoint in bf16, onto the GPU if there is one, and serves requests that share a long prefix. The
+files were just written, so they are read from the page cache. The shape "experts" is the first quarter of the layers of
+a model with the size of Nemotron 3 Nano.
 """
 
 import argparse
@@ -41,9 +42,9 @@ class Shape:
     """A model and the requests that it serves.
 
     Args:
-        fields: Fields of the model's configuration.
-        shared, own: Prompt tokens that all requests share, and those of each request alone.
-        state_gb, kv_gb: Memory of the cache.
+        fields: Configuration fields of the model.
+        shared, own: Numbers of prompt tokens that all requests share, and that each request has alone.
+        state_gb, kv_gb: GiB for cached states and for KV blocks.
     """
 
     fields: dict[str, Any]
@@ -81,11 +82,11 @@ SHAPES = {
 
 
 def main() -> None:
-    """Measure, then print the figures as a table or as JSON."""
+    """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=SHAPES, default="8b", help="default: %(default)s")
     parser.add_argument("--fp8", action="store_true", help="write projections in FP8")
-    parser.add_argument("--folder", type=Path, help="where the temporary folder goes; default: the system's")
+    parser.add_argument("--folder", type=Path, help="parent of the temporary folder; default: that of the system")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     arguments = parser.parse_args()
     with quiet_libraries(), own_warnings_hidden():
@@ -94,7 +95,7 @@ def main() -> None:
 
 
 def measure(shape: Shape, folder: Path | None, is_fp8: bool) -> dict[str, Any]:
-    """Write, load and serve a model; return every figure by its name."""
+    """Write, load and serve a model; return all results by name."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         directory = Path(temporary)
@@ -124,7 +125,7 @@ def measure(shape: Shape, folder: Path | None, is_fp8: bool) -> dict[str, Any]:
 
 
 def generation_figures(shape: Shape, loaded: LoadedModel) -> dict[str, Any]:
-    """Serve the requests with the cache and without it."""
+    """Serve the requests with and without the cache, and return the results by name."""
     uncached = serve(shape, loaded, prompts(shape), prefix_caching=False)
     cached = serve(shape, loaded, prompts(shape), prefix_caching=True)
     errors = [record.error for record in (*uncached.records, *cached.records) if record.error is not None]
@@ -156,7 +157,7 @@ def prompts(shape: Shape) -> list[PromptLine]:
 
 
 def serve(shape: Shape, loaded: LoadedModel, lines: list[PromptLine], prefix_caching: bool) -> RunResult:
-    """Run requests on a new engine, with its kernels compiled before the first."""
+    """Run requests on a new engine whose kernels are compiled before the first request."""
     config = CacheConfig(
         block_size_tokens=shape.block_size,
         buffer_size_gb=shape.kv_gb,
@@ -172,15 +173,15 @@ def serve(shape: Shape, loaded: LoadedModel, lines: list[PromptLine], prefix_cac
 
 
 class HostMemory:
-    """The growth of the process's resident memory; Linux only, 0 elsewhere."""
+    """Growth of the resident memory of this process in bytes; 0 on systems other than Linux."""
 
     def __init__(self) -> None:
-        with suppress(OSError):  # the peak is then the process's, which is no less
-            Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        with suppress(OSError):  # without the reset, the peak is that of the whole process, which is at least as large
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         self._before = _status_bytes("VmRSS")
 
     def peak_growth(self) -> int:
-        """Return the largest growth in bytes."""
+        """Return the largest growth so far in bytes."""
         return _status_bytes("VmHWM") - self._before
 
 
@@ -193,13 +194,13 @@ def _status_bytes(field: str) -> int:
 
 
 def peak_gpu_bytes() -> int:
-    """Return the peak bytes of tensors; 0 without a GPU."""
+    """Return the peak bytes of GPU tensors; 0 without a GPU."""
     return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
 
 
 @contextmanager
 def stopwatch() -> Iterator[list[float]]:
-    """Yield a list that holds the block's seconds once it has ended, including its GPU work."""
+    """Context manager that yields a list and, at the end, appends the seconds of its body, including GPU work."""
     seconds: list[float] = []
     start = time.perf_counter()
     yield seconds
@@ -209,7 +210,7 @@ def stopwatch() -> Iterator[list[float]]:
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Return the figures as a Markdown table."""
+    """Return the results as a Markdown table."""
     rows = [(name, f"{value:.4g}" if isinstance(value, float) else f"{value:,}") for name, value in figures.items()]
     return "\n".join(["| what | value |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
 

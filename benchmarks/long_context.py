@@ -2,14 +2,14 @@
 
     PYTHONPATH=. python3 benchmarks/long_context.py [--shape NAME] [--json FILE]
 
-A long history: one request decodes alone after a long prompt, without drafts, with the floor of its step: the bytes of
-the weights (of experts, those that one token hits), of its state, read and written, and of its KV, at the rate of a
-plain copy measured in the same run.
+Long history: one request decodes alone after a long prompt, without drafts. The floor of its step is the time to move
+the weights (of experts: those that one token uses), to read and write its state, and to read its KV, at the speed of a
+plain copy in the same run.
 
-Next to a long prompt: requests decode undisturbed, then while that prompt is prefilled. Each line is an engine and its
-`max_prompt_tokens_beside_decode`: fewer tokens a step slow down decoding less and take longer in all. "Prefill" is the
-time from the prompt's arrival to its first token, next to that of the first line; without other requests, it is the
-same in all engines, and is reported with the long history.
+Long prompt: requests decode without a prompt, then while a long prompt is prefilled. Each line of the table is an
+engine with another `max_prompt_tokens_beside_decode`; a lower limit slows down decoding less but makes the prefill
+longer. "Prefill" is the time from the arrival of the prompt to its first token, also relative to the first line.
+Without other requests, the prefill takes the same time in all engines; this time is reported with the long history.
 """
 
 import argparse
@@ -53,7 +53,7 @@ CHUNKS = {"tiny": (128, 32)}
 
 @dataclass(frozen=True, slots=True)
 class LongRow:
-    """A decode step of one request after a long history, and the prefill seconds of that history alone."""
+    """Time of a decode step of one request after a long history, and the seconds to prefill that history alone."""
 
     history: int
     prefill_s: float
@@ -64,7 +64,7 @@ class LongRow:
 
 @dataclass(frozen=True, slots=True)
 class Disturbed:
-    """Decoding next to a long prompt, in milliseconds a token, and the prompt's seconds."""
+    """Decoding during the prefill of a long prompt: milliseconds per token, and the seconds of the prefill."""
 
     chunk: int
     undisturbed_ms: float
@@ -83,7 +83,7 @@ def long_row(model: Any, shape: ServedShape, history: int) -> LongRow:
 
 
 def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int) -> Disturbed:
-    """Measure decode steps while a prompt is prefilled, at most `chunk` of its tokens a step."""
+    """Measure decode steps while a prompt of `length` tokens is prefilled, with at most `chunk` tokens per step."""
     limits = {"max_requests": max(shape.max_requests, rows + 1), "max_tokens": shape.max_tokens + rows}
     shape = replace(shape, **limits, prompt_tokens_with_decode=chunk)
     rng = random.Random(chunk)
@@ -110,15 +110,15 @@ def disturbed(model: Any, shape: ServedShape, rows: int, chunk: int, length: int
 
 
 def table(lone: LongRow, lines: Sequence[Disturbed]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     floor = " | " if lone.floor_ms is None else f"{lone.floor_ms:.3f} | {lone.floor_ms / lone.step_ms:.2f}"
     found = [
-        "| history | its prefill alone, s | a step, ms | floor, ms | of the floor |",
+        "| history | prefill alone, s | step, ms | floor, ms | floor / step |",
         "|---:|---:|---:|---:|---:|",
         f"| {lone.history:,} | {lone.prefill_s:.2f} | {lone.step_ms:.3f} | {floor} |",
         "",
-        "| prompt tokens a step | ms a token undisturbed | beside the prompt: median | p99 | p99, times | prefill, s "
-        "| of the first line | graphs, % |",
+        "| prompt tokens per step | ms per token, undisturbed | during prefill: median | p99 | p99, times | prefill, s "
+        "| relative | graphs, % |",
         "|" + "---:|" * 8,
     ]
     for one in lines:
@@ -136,7 +136,7 @@ def main() -> None:
     add_shape_arguments(parser)
     parser.add_argument("--chunks", type=int, nargs="+", metavar="N", help="default: 8192 4096 2048 1024 768 512")
     parser.add_argument("--graph-tokens", type=int, default=1024, metavar="N", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     length, shape = LENGTHS[arguments.shape], shape_of(parser, arguments, LIMITS)
     longest = length + max(shape.block_size, 256)

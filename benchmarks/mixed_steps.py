@@ -1,10 +1,10 @@
-"""Measure steps that compute the next turns of chats next to decoding requests.
+"""Measure steps that process new turns of chats while other requests decode.
 
     PYTHONPATH=. python3 benchmarks/mixed_steps.py [--shape NAME] [--prompts N] [--json FILE]
 
-An engine has room for more requests than decode. Prompts of each length come, one at a time or several at once, and are
-computed in one step, next to all decoding requests. A line has the median step of a length, with its spread. A step of
-the decoding requests alone comes before the table.
+The engine has room for more requests than decode. Prompts of each length arrive, one or several at a time, and are
+processed in a single step together with all decoding requests. A line of the table has the median time of this step for
+one length, and its spread. The time of a step of the decoding requests alone is printed before the table.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class MixedSteps:
-    """Milliseconds of steps that compute prompts of `length` tokens each next to decoding requests, ascending."""
+    """Milliseconds, ascending, of steps that process prompts of `length` tokens each while other requests decode."""
 
     length: int
     ms: Sequence[float]
@@ -49,13 +49,13 @@ class MixedSteps:
 def mixed_steps(
     model: Any, shape: ServedShape, rows: int, most_rows: int, prompts: int, lengths: Sequence[int]
 ) -> tuple[float, list[MixedSteps]]:
-    """Return the median milliseconds of a decode step alone, and the steps with prompts, by length.
+    """Return the median milliseconds of a decode step alone, and the times of steps with prompts of each length.
 
     Args:
-        prompts: How many of a length come at once.
+        prompts: Number of prompts that arrive together.
 
     Raises:
-        RuntimeError: If they were not computed in one step.
+        RuntimeError: If the prompts were not processed in a single step.
     """
     rng = random.Random(0)
     shape = replace(shape, max_requests=most_rows)
@@ -78,7 +78,7 @@ def mixed_steps(
             in_graphs[length] += in_graph
             engine.step_modern()
             if len(engine.context.running_requests) != rows:
-                raise RuntimeError(f"prompts of {length} tokens took more than one step, or a row ended")
+                raise RuntimeError(f"prompts of {length} tokens must be processed in one step in which no request ends")
         while engine.has_unfinished_requests():
             engine.step_modern()
     found = [MixedSteps(length, sorted(ms), in_graphs[length] / REPEATED) for length, ms in times.items()]
@@ -86,20 +86,20 @@ def mixed_steps(
 
 
 def prompt_step(engine: Any) -> tuple[float, bool]:
-    """Step until prompts are computed; return the seconds of that step, and True if it was a graph."""
+    """Run steps until prompts are processed; return the seconds of that step, and True if it ran as a CUDA graph."""
     counters = engine.context.counters
     before = counters.prefill_tokens_computed
-    while True:  # a step that was launched ahead comes first
+    while True:  # an overlapped step without the prompts can come first
         graphs, seconds = counters.graph_steps, timed_step(engine)
         if counters.prefill_tokens_computed > before:
             return seconds, counters.graph_steps > graphs
 
 
 def table(rows: int, prompts: int, alone_ms: float, found: Sequence[MixedSteps]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     tokens = "prompt tokens" if prompts == 1 else f"tokens of each of {prompts} prompts"
     lines = [
-        f"A step of {rows} rows alone takes {alone_ms:.2f} ms.",
+        f"A step of {rows} decoding requests alone takes {alone_ms:.2f} ms.",
         "",
         f"| {tokens} | step, ms | fastest | slowest | graphs, % |",
         "|---:|---:|---:|---:|---:|",
@@ -114,17 +114,28 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
-    parser.add_argument("--rows", type=int, default=32, metavar="N", help="decoding requests; default: %(default)s")
     parser.add_argument(
-        "--most-rows", type=int, default=64, metavar="N", help="rows that there is room for; default: %(default)s"
+        "--rows", type=int, default=32, metavar="N", help="number of decoding requests; default: %(default)s"
     )
     parser.add_argument(
-        "--prompts", type=int, default=1, metavar="N", help="prompts that come at once; default: %(default)s"
+        "--most-rows",
+        type=int,
+        default=64,
+        metavar="N",
+        help="maximum number of running requests; default: %(default)s",
     )
     parser.add_argument(
-        "--lengths", type=int, nargs="+", default=LENGTHS, metavar="N", help="tokens of a prompt; default: %(default)s"
+        "--prompts", type=int, default=1, metavar="N", help="prompts that arrive together; default: %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        default=LENGTHS,
+        metavar="N",
+        help="prompt lengths in tokens; default: %(default)s",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     rows, most_rows, prompts = arguments.rows, arguments.most_rows, arguments.prompts

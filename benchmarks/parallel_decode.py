@@ -1,15 +1,17 @@
-"""Measure the decoding speed of requests on 1, 2 or more GPUs that share a model.
+"""Measure the decoding speed of one, two or more GPUs that share a model.
 
     PYTHONPATH=. python3 benchmarks/parallel_decode.py [--shape NAME] [--ranks 1 2 4]
         [--share tensors experts both] [--prompt-blocks 1 16] [--json FILE]
 
-Cards share all tensors, and decode all requests together; or they share the experts, and each decodes some of the
-requests; or both: pairs of cards share tensors and decode some of the requests, and all pairs share the experts. Starts
-a process for each card of the largest number of ranks, or runs in those that torchrun has started. Each number of ranks
-is measured in turn in the same run: rows of equal length decode together, without drafts; a step's time is the median
-after some warm-up steps, by the first rank's clock. Prompts are some KV blocks and an eighth long, so that no block
-ends in these steps. Processes beyond the measured number of ranks wait. Without CUDA devices for all, ranks are
-processes on the CPU, whose figures only show that it runs.
+With "tensors" (tensor parallelism), the GPUs share all tensors and decode all requests together. With "experts" (expert
+parallelism), they share the experts, and each GPU decodes some of the requests. With "both", pairs of GPUs share
+tensors and decode some of the requests, and all pairs share the experts.
+
+The script starts a process per GPU for the largest number of ranks, or uses the processes that torchrun has started.
+Numbers of ranks are measured in turn in the same run; processes beyond the current number wait. Requests of equal
+length decode together, without drafts. The time of a step is the median after some warmup steps, measured on the first
+rank. Prompts have a number of KV blocks plus an eighth of a block, so that no block ends in the measured steps. Without
+enough GPUs, ranks are processes on the CPU, and the times only show that the script runs.
 """
 
 import argparse
@@ -41,7 +43,7 @@ SHARED = ("tensors", "experts", "both")
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Decode steps on some ranks; `graph_share` of them replayed CUDA graphs."""
+    """Time of decode steps on some ranks; `graph_share` is the fraction of steps that replayed CUDA graphs."""
 
     num_ranks: int
     shared: str
@@ -55,11 +57,14 @@ class DecodeSpeed:
 def measure(
     num_ranks: int, shared: str, shape: ServedShape, num_rows: int, prompt_lens: Sequence[int]
 ) -> list[DecodeSpeed]:
-    """Return the first ranks' measurements for each prompt length; all processes call it, the others get nothing."""
+    """Return the first rank's measurement for each prompt length.
+
+    All processes must call this function; on ranks other than the first, it returns an empty list.
+    """
     num_tensor_ranks = {"tensors": num_ranks, "experts": 1, "both": min(2, num_ranks)}[shared]
     num_expert_ranks = num_ranks // num_tensor_ranks
     if num_expert_ranks * num_tensor_ranks != num_ranks:
-        raise ValueError(f"{num_ranks} ranks do not pair up; give an even number")
+        raise ValueError(f"the number of ranks must be even to form pairs, found {num_ranks}")
     initialize_several_processes(num_tensor_ranks, 1, num_expert_ranks)
     try:
         speeds = []
@@ -79,7 +84,7 @@ def measure(
 
 
 def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int) -> tuple[float, float]:
-    """Return the milliseconds of an engine's decode step, and the share of such steps that are graphs."""
+    """Return the milliseconds of a decode step, and the fraction of decode steps that ran as CUDA graphs."""
     rng = random.Random(1000 * num_rows + parallel_state.get_data_parallel_rank())
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // num_prompt) + 1
     for index in range(num_rows):
@@ -91,7 +96,7 @@ def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int)
     graphs_before = counters.graph_steps
     times = [timed_step(engine) for _ in range(NUM_WARMING + NUM_STEPS)][NUM_WARMING:]
     if len(engine.context.running_requests) != num_rows:
-        raise RuntimeError(f"{len(engine.context.running_requests)} of {num_rows} rows decode; raise --kv-gb")
+        raise RuntimeError(f"only {len(engine.context.running_requests)} of {num_rows} requests decode; raise --kv-gb")
     graph_share = (counters.graph_steps - graphs_before) / (NUM_WARMING + NUM_STEPS)
     while engine.has_unfinished_requests():
         engine.step_modern()
@@ -99,8 +104,8 @@ def decode_step(engine: Any, shape: ServedShape, num_rows: int, num_prompt: int)
 
 
 def table(speeds: Sequence[DecodeSpeed]) -> str:
-    """Return the figures as Markdown."""
-    heads = "ranks | they share | rows | prompt | a step, ms | tokens/s | of the fewest ranks | graphs, %"
+    """Return the results as a Markdown table."""
+    heads = "GPUs | parallelism | requests | prompt tokens | step, ms | tokens/s | speedup over fewest GPUs | graphs, %"
     lines = [f"| {heads} |", "|" + "---:|" * 8]
     for speed in speeds:
         fewest = next(other for other in speeds if other.num_prompt == speed.num_prompt)
@@ -114,7 +119,7 @@ def table(speeds: Sequence[DecodeSpeed]) -> str:
 
 
 def start_ranks(num_ranks: int) -> int:
-    """Run this script once per rank, like torchrun; return the first nonzero exit status."""
+    """Run this script once per rank, as torchrun does; return the first nonzero exit status, or 0."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -135,14 +140,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument(
-        "--ranks", nargs="+", type=int, metavar="N", help="default: 1, 2 and 4 as far as there are cards"
+        "--ranks", nargs="+", type=int, metavar="N", help="default: 1, 2 and 4, up to the number of GPUs"
     )
     parser.add_argument("--share", nargs="+", choices=SHARED, default=["tensors"], help="default: tensors")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="that decode; default: %(default)s")
     parser.add_argument(
-        "--prompt-blocks", nargs="+", type=int, default=[1], metavar="N", help="KV blocks of a prompt; default: 1"
+        "--rows", type=int, default=64, metavar="N", help="number of decoding requests; default: %(default)s"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--prompt-blocks", nargs="+", type=int, default=[1], metavar="N", help="prompt lengths in KV blocks; default: 1"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     num_cards = torch.cuda.device_count()
     sizes = arguments.ranks or [size for size in (1, 2, 4) if size <= max(2, num_cards)]

@@ -1,12 +1,12 @@
-"""Measure how quantized cached states change a model's predictions after a hit, and how many more fit.
+"""Measure how quantized cached states change a model's predictions after a hit, and how many more states fit.
 
     PYTHONPATH=. python benchmarks/quantized_states.py [--limit-bytes N] [--turn N] [--device cpu|cuda] [--json]
 
-Held-out files of Python's standard library are read by the shipped model as conversations: each turn adds `--turn`
-tokens to the text before, and starts from the state that the turn before has left, so that a text of n turns was
-quantized n - 1 times on the way. An engine that stores cached states as live ones, in float32, does the same. Bits are
-those of all tokens that a hit precedes. Replies are greedy, one after each turn, and end where the two engines first
-differ. Sizes are those of published models' layers, conv windows and scales counted.
+The shipped model reads held-out files of Python's standard library as conversations. Each turn adds `--turn` tokens to
+the preceding text and starts from the state at its end, so a text of n turns is quantized n - 1 times. A second engine
+stores cached states in float32 and does the same. Bits are summed over all tokens after a hit. After each turn, both
+engines generate a greedy reply, which is compared up to the first difference. State sizes are those of published
+models, including conv windows and scales.
 """
 
 import argparse
@@ -49,11 +49,12 @@ BUDGET = 40 * GIB
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """A cached state in three forms: fp32, bf16 and int8.
+    """Size of a cached state in fp32, bf16 and int8.
 
     Args:
-        layer_bytes: Of one layer.
-        num_slots: States that fit a budget of 40 GiB in slabs shared with KV blocks, live states not counted.
+        layer_bytes: Bytes of the state in one layer.
+        num_slots: Number of cached states in a budget of 40 GiB, in slabs shared with KV blocks; live states not
+            counted.
     """
 
     shape: str
@@ -63,7 +64,7 @@ class Sizes:
 
     @staticmethod
     def of(shape: str) -> "Sizes":
-        """Return the sizes of a model of `SHAPES`, whose conv windows are bf16."""
+        """Return the sizes for a model of `SHAPES`, whose conv windows are bf16."""
         layers, conv_dim, ssm, token_bytes = SHAPES[shape]
 
         def groups_of(dtype: torch.dtype) -> list[StateGroup]:
@@ -83,13 +84,13 @@ class Sizes:
 
 @dataclass(slots=True)
 class Scores:
-    """An engine's predictions of the texts.
+    """Predictions of an engine on the texts.
 
     Args:
-        bits: Of all tokens that a hit precedes.
-        best: The likeliest token at each of their positions.
-        replies: Greedy tokens after each turn that a hit precedes.
-        num_hits: Turns that started from a cached state.
+        bits: Sum of -log2(probability) over all tokens after a hit.
+        best: Most probable token at each of these positions.
+        replies: Greedy reply after each turn with a hit.
+        num_hits: Number of turns that started from a cached state.
     """
 
     bits: float
@@ -99,7 +100,7 @@ class Scores:
 
 
 class ScoringEngine:
-    """An engine that serves one request at a time and keeps the logits of its prompt."""
+    """Engine that serves one request at a time and keeps the logits of its prompt."""
 
     def __init__(self, model: Any, cached_state_dtype: str) -> None:
         config = CacheConfig(
@@ -119,7 +120,7 @@ class ScoringEngine:
     @staticmethod
     @contextmanager
     def over(model: Any, cached_state_dtype: str) -> Iterator["ScoringEngine"]:
-        """Yield an engine whose memory is freed after the block."""
+        """Context manager that yields an engine and frees its memory at the end."""
         scoring = ScoringEngine(model, cached_state_dtype)
         try:
             yield scoring
@@ -128,7 +129,7 @@ class ScoringEngine:
             scoring._engine.close()
 
     def read(self, texts: Sequence[Sequence[int]], turn: int) -> Scores:
-        """Read texts turn by turn."""
+        """Read texts turn by turn, and record the predictions."""
         scores = Scores(0.0, [], [], 0)
         for text in texts:
             for end in range(turn, len(text) + 1, turn):
@@ -146,7 +147,7 @@ class ScoringEngine:
         scores.best += logits.argmax(-1).tolist()
 
     def _serve(self, prompt: Sequence[int]) -> tuple[list[int], int]:
-        """Return the greedy reply, and the number of the prompt's cached tokens."""
+        """Return the greedy reply, and the number of cached prompt tokens."""
         self._logits.clear()
         request_id = self._num_requests
         self._num_requests += 1
@@ -165,7 +166,7 @@ class ScoringEngine:
 def main() -> None:
     """Read the texts with both engines, and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit-bytes", type=int, default=60_000, help="whole files until there are so many")
+    parser.add_argument("--limit-bytes", type=int, default=60_000, help="read whole files until they have N bytes")
     parser.add_argument("--turn", type=int, default=2 * BLOCK, help=f"tokens of a turn, a multiple of {BLOCK}")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
@@ -189,7 +190,7 @@ def main() -> None:
 
 
 def read_texts(limit_bytes: int, turn: int) -> tuple[list[list[int]], int]:
-    """Return held-out files as tokens of whole turns, and their bytes after a first turn."""
+    """Return held-out files as tokens, cut to whole turns, and the number of bytes after the first turns."""
     tokenizer = load_tokenizer(SHIPPED_MODEL, 2048)
     assert tokenizer is not None
     texts, num_bytes = [], 0
@@ -203,7 +204,7 @@ def read_texts(limit_bytes: int, turn: int) -> tuple[list[list[int]], int]:
 
 
 def compared(exact: Scores, quantized: Scores, num_bytes: int) -> dict[str, float]:
-    """Return the figures of both, and how often their choices differ."""
+    """Return the results of both engines, and how often their predictions differ."""
     assert exact.num_hits == quantized.num_hits
     same = [common(*pair) for pair in zip(exact.replies, quantized.replies, strict=True)]
     num_changed = sum(mine != other for mine, other in zip(exact.best, quantized.best, strict=True))
@@ -214,9 +215,9 @@ def compared(exact: Scores, quantized: Scores, num_bytes: int) -> dict[str, floa
         "bits per byte, fp32": exact.bits / num_bytes,
         "bits per byte, int8": quantized.bits / num_bytes,
         "difference, %": 100 * (quantized.bits / exact.bits - 1),
-        "likeliest token differs, per 1,000 tokens": 1000 * num_changed / len(exact.best),
+        "most probable token differs, per 1,000 tokens": 1000 * num_changed / len(exact.best),
         "reply tokens until the first difference": sum(same),
-        "greedy replies that part, per 1,000 tokens": 1000 * num_left / max(sum(same), 1),
+        "first differences in greedy replies, per 1,000 tokens": 1000 * num_left / max(sum(same), 1),
     }
 
 

@@ -1,17 +1,19 @@
-"""Measure the prompt tokens of recorded loads that a memory budget saves, and the most it could save.
+"""Measure the prompt tokens of recorded loads that a memory budget saves, and the maximum that it could save.
 
     PYTHONPATH=. python benchmarks/recorded_hit_rates.py --trace FILE ... [--models NAME ...] [--cache-gb G ...]
 
-No model and no GPU: recorded requests go through the real cache one after another (`planning/plan.py`). Columns, as
-shares of all prompt tokens, those of requests too long for the memory included:
+The benchmark needs neither a model nor a GPU: recorded requests use the real cache one after another
+(`planning/plan.py`). The columns are fractions of all prompt tokens, including those of requests that are too long for
+the memory:
 
-- cost, lru: one budget over slabs under each eviction rule;
-- best split: the best of nine fixed splits of the same budget, 0.1 to 0.9 of it for KV blocks, each under the better
-  rule; known only once all have been tried on the load itself;
-- unlimited: the same cache that evicts nothing;
-- bound: what no cache of this size exceeds, though it knows the future (`loads/future_bound.py`); needs scipy;
-- way: how far cost is on the way from the best split to the bound;
-- free: share of the budget that is free at the end, in unused slabs and in slabs that have room left;
+- cost, lru: one budget, divided into slabs, under each eviction rule;
+- best split: the best of nine fixed splits of the same budget, with 0.1 to 0.9 of it for KV blocks, each under the
+  better rule; it is known only after all splits have been replayed on the load;
+- unlimited: the same cache without a memory limit, which evicts nothing;
+- bound: upper bound for any cache of this size, even with knowledge of the future (`loads/future_bound.py`); needs
+  scipy;
+- way: savings of "cost" above the best split, relative to those of the bound;
+- free: fraction of the budget that is free at the end, in unused and in partly used slabs;
 - before: the best split of an earlier run.
 """
 
@@ -43,7 +45,7 @@ NO_SCIPY = "no bound without scipy: pip install scipy"
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Part of a recorded load, a model's sizes and a budget."""
+    """Part of a recorded load, the sizes of a model, and a budget."""
 
     part: RecordedPart
     model: str
@@ -51,13 +53,13 @@ class Case:
 
     @property
     def budget(self) -> int:
-        """Bytes."""
+        """Memory budget in bytes."""
         return int(self.cache_gb * 2**30)
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One replay of a case; `kv_share` None: over slabs."""
+    """One replay of a case. If `kv_share` is None, the memory is divided into slabs."""
 
     case: Case
     rule: str
@@ -66,12 +68,12 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Results of a case, in shares of its prompt tokens but for `kv_share` and `free`, shares of the budget.
+    """Results of a case, as fractions of its prompt tokens; `kv_share` and `free` are fractions of the budget.
 
     Args:
-        kv_share, split_rule: Of the best split.
-        bound: None without scipy.
-        before: Of the best split of an earlier run, if that has the case.
+        kv_share, split_rule: Share for KV blocks and eviction rule of the best split.
+        bound: Upper bound on the savings; None without scipy.
+        before: Savings of the best split in an earlier run; None if that run does not have the case.
     """
 
     load: str
@@ -89,35 +91,43 @@ class Figure:
 
     @property
     def way(self) -> float | None:
-        """Position of the cost rule between the best split and the bound; None if they are equal."""
+        """Position of the cost rule between the best split (0) and the bound (1); None if these are equal."""
         if self.bound is None or self.bound <= self.best_split:
             return None
         return (self.cost - self.best_split) / (self.bound - self.best_split)
 
     def as_json(self) -> dict[str, object]:
-        """Return all fields, and the position."""
+        """Return all fields and the position as JSON types."""
         return {**asdict(self), "way": self.way}
 
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """Shares of the prompt tokens skipped, and of the budget free at the end."""
+    """Fraction of the prompt tokens that were skipped, and fraction of the budget that was free at the end."""
 
     share: float
     free: float
 
 
 def main() -> None:
-    """Measure, then print the figures as a table or as JSON."""
+    """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, help="see planning/recorded_load.py")
-    parser.add_argument("--first-sessions", type=int, help="lines that are read of each file; default: all")
-    parser.add_argument("--skip-sessions", type=int, default=0, help="lines that are skipped first")
-    parser.add_argument("--then", type=Path, help="after half of each load, go on with half of this one")
+    parser.add_argument(
+        "--trace", type=Path, nargs="+", required=True, help="recorded load; see planning/recorded_load.py"
+    )
+    parser.add_argument("--first-sessions", type=int, help="number of sessions to use; default: all")
+    parser.add_argument("--skip-sessions", type=int, default=0, help="number of sessions to skip first")
+    parser.add_argument("--then", type=Path, help="follow the first half of each load by the first half of this one")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
     parser.add_argument("--cache-gb", type=float, nargs="+", default=[10, 20, 40, 60], help="GiB; default: 10 20 40 60")
-    parser.add_argument("--split-rules", nargs="+", choices=RULES, default=list(RULES), help="of splits; default: all")
-    parser.add_argument("--before", type=Path, help="an earlier --json output, whose best splits become a column")
+    parser.add_argument(
+        "--split-rules",
+        nargs="+",
+        choices=RULES,
+        default=list(RULES),
+        help="eviction rules of the splits; default: all",
+    )
+    parser.add_argument("--before", type=Path, help="earlier --json output; its best splits become a column")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--append", type=Path, help="also append the table to this file")
@@ -131,7 +141,7 @@ def main() -> None:
     figures = measure(cases, arguments.split_rules, splits_of(before), arguments.processes)
     text = table(figures, command(SCRIPT, sys.argv[1:]), before.get("source"))
     if arguments.append:
-        append(text, arguments.append, "Tokens saved on recorded loads", __doc__)
+        append(text, arguments.append, "Prompt tokens saved on recorded loads", __doc__)
     print(json.dumps(document([figure.as_json() for figure in figures]), indent=2) if arguments.json else text)
 
 
@@ -141,7 +151,10 @@ def measure(
     before: Mapping[tuple[str, str, float], float],
     num_processes: int,
 ) -> list[Figure]:
-    """Replay every case over slabs under every rule and in every split under some, and bound it."""
+    """Replay every case with slabs and with splits, and compute its bound.
+
+    Slabs are replayed under all eviction rules, and splits under `split_rules`.
+    """
     runs = [Run(case, rule) for case in cases for rule in RULES]
     runs += [Run(case, rule, kv_share) for case in cases for rule in split_rules for kv_share in KV_SHARES]
     parts = list(dict.fromkeys(case.part for case in cases))
@@ -157,7 +170,7 @@ def measure(
 
 
 def replay_run(run: Run) -> Replayed:
-    """Replay one case under one rule, in slabs or in a split."""
+    """Replay one case under one eviction rule, with slabs or with a split."""
     case, sizes = run.case, MODELS[run.case.model]
     texts = texts_of(case.part)
     if run.kv_share is not None:
@@ -169,15 +182,15 @@ def replay_run(run: Run) -> Replayed:
 
 
 def unlimited_share(part: RecordedPart) -> float:
-    """Replay a load in a cache with room for all of its text."""
+    """Return the fraction of the prompt tokens that a cache with room for all texts saves."""
     texts = texts_of(part)
     most = len({key for text in texts for key in text.keys}) + max(len(text.keys) for text in texts) + 2
-    sizes = next(iter(MODELS.values()))  # any: nothing is weighed where nothing is evicted
+    sizes = next(iter(MODELS.values()))  # any sizes give the same result, because nothing is evicted
     return replay(texts, sizes.make_cache(SplitSpace(most, most), "lru", 1), MAX_TOKENS).share
 
 
 def bound_share(case: Case) -> float | None:
-    """Return the share of the prompt tokens that no cache of the case's size exceeds; None without scipy."""
+    """Return an upper bound on the fraction of prompt tokens that a cache of this size saves; None without scipy."""
     if find_spec("scipy") is None:
         return None
     texts, sizes = texts_of(case.part), MODELS[case.model]
@@ -186,17 +199,18 @@ def bound_share(case: Case) -> float | None:
 
 
 def splits_of(before: Mapping[str, object]) -> dict[tuple[str, str, float], float]:
-    """Return the best splits of an earlier run's JSON, by load, model and GiB."""
+    """Return the savings of the best splits in an earlier run's JSON, by load, model and GiB."""
     figures = before.get("figures", [])
     assert isinstance(figures, list)
     return {(figure["load"], figure["model"], figure["cache_gb"]): figure["best_split"] for figure in figures}
 
 
 def table(figures: Sequence[Figure], made_by: str, source: object = None) -> str:
-    """Return the figures as Markdown, each load's under a heading.
+    """Return the results as Markdown tables, one per load.
 
     Args:
-        source: What made the figures of an earlier run, if there is one.
+        made_by: Command of this run.
+        source: Description of the earlier run, if there is one.
     """
     lines = []
     for load in dict.fromkeys(figure.load for figure in figures):
@@ -250,7 +264,7 @@ def _row(figure: Figure, *, has_before: bool) -> str:
 
 
 def _unusable(figures: Sequence[Figure]) -> str:
-    """Describe the largest share of the budget that is wasted."""
+    """Describe the largest fractions of a budget that are wasted: padding of slabs, and free memory at the end."""
     paddings = {model: MODELS[model].padding for model in dict.fromkeys(figure.model for figure in figures)}
     padded = max(paddings, key=paddings.__getitem__)
     freest = max(figures, key=lambda figure: figure.free)

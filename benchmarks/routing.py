@@ -1,14 +1,15 @@
-"""Check that the turns of conversations reach the replica with their prefix under an even load.
+"""Check that turns reach the replica that has cached their prefix, and that the load is balanced.
 
     PYTHONPATH=. python3 benchmarks/routing.py [--json FILE] [--conversations N] [--at-once N]
 
-Four replicas, each a process with its own engine on the CPU, under one coordinator and Megatron's client; the same
-conversations routed by prefix and by round robin. Half of them begin with one of three system prompts. A later turn's
-prompt is the conversation so far, replies included, and what the user adds. A fixed number of conversations (--at-once)
-runs at a time; the next one begins when one ends.
+Four replicas, each a process with its own engine on the CPU, run under one coordinator and serve Megatron's client. The
+same conversations are routed by prefix and by round robin. Half of them begin with one of three system prompts. The
+prompt of a later turn is the conversation so far, including replies, plus the user's new text. A fixed number of
+conversations (`--at-once`) runs concurrently; the next one begins when one ends.
 
-A turn is at home on the replica that served the turn before it. Load is counted in requests, and in tokens computed
-and generated. Required by prefix: 95 % of later turns at home, and no replica with more than 1.3 times the mean load.
+A turn is at home if it runs on the replica that served the preceding turn. Load is counted in requests, and in tokens
+that were processed or generated. With routing by prefix, at least 95 % of later turns must be at home, and no replica
+may have more than 1.3 times the mean load.
 """
 
 import argparse
@@ -41,11 +42,11 @@ START_TIMEOUT_S = 180
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The result of one turn.
+    """Result of one turn.
 
     Args:
         replica: Name of the replica that served it.
-        is_at_home: True if that is the replica of the turn before; None for a first turn.
+        is_at_home: True if the same replica served the preceding turn; None for a first turn.
     """
 
     replica: str
@@ -58,7 +59,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The results of one policy; loads are the most loaded replica's over the mean."""
+    """Results of one routing policy; loads are those of the most loaded replica, relative to the mean."""
 
     later_turns: int
     at_home: float
@@ -71,7 +72,7 @@ class Figures:
 
 
 def figures_of(turns: Sequence[Turn], seconds: float) -> Figures:
-    """Sum up the turns of one run."""
+    """Summarize the turns of one run."""
     later = [turn for turn in turns if turn.is_at_home is not None]
     tokens: Counter[str] = Counter()
     for turn in turns:
@@ -93,7 +94,7 @@ def _most_over_mean(loads: Mapping[str, int]) -> float:
 
 
 def first_texts(num_conversations: int) -> list[list[int]]:
-    """Return the first texts of the conversations; every other one has one of three system prompts."""
+    """Return the first texts of the conversations; every other text begins with one of three system prompts."""
     rng = random.Random(0)
     systems = [_some_tokens(rng, (SYSTEM_PROMPT, SYSTEM_PROMPT)) for _ in range(3)]
     return [
@@ -123,7 +124,7 @@ async def _take_turn(client: Any, prompt: list[int], length: int, home: str | No
     params = SamplingParams(num_tokens_to_generate=length, top_k=1, termination_id=-1)
     request = (await client.add_request(prompt, params)).merge()
     if request.failed():
-        raise RuntimeError(f"a request failed: {request.events[-2].payload}")
+        raise RuntimeError(f"a request of the benchmark failed: {request.events[-2].payload}")
     reported, reply = request.sampling_params, list(request.generated_tokens)
     is_at_home = None if home is None else reported.replica == home
     seconds = time.perf_counter() - start
@@ -131,7 +132,7 @@ async def _take_turn(client: Any, prompt: list[int], length: int, home: str | No
 
 
 async def run_conversations(address: str, num_conversations: int, num_at_once: int) -> Figures:
-    """Run all conversations, stop the replicas and return the results."""
+    """Run all conversations, stop the replicas, and return the results."""
     from megatron.core.inference.inference_client import InferenceClient
 
     client, turns = InferenceClient(address), []
@@ -152,7 +153,10 @@ async def run_conversations(address: str, num_conversations: int, num_at_once: i
 
 @contextmanager
 def replicas(policy: str) -> Iterator[str]:
-    """Start the replicas and yield the coordinator's address; they end when a client stops them."""
+    """Context manager that starts the replicas and yields the coordinator's address.
+
+    A client must stop the replicas.
+    """
     context = multiprocessing.get_context("spawn")
     ends, processes = [], []
     try:
@@ -162,7 +166,7 @@ def replicas(policy: str) -> Iterator[str]:
             processes.append(context.Process(target=_serve, args=(theirs, policy, address)))
             processes[-1].start()
             ends.append(ours)
-            address = address or _wait(ours)  # the first one starts the coordinator, which the others join
+            address = address or _wait(ours)  # the first replica starts the coordinator, to which the others connect
         for end in ends[1:]:
             _wait(end)
         yield address
@@ -210,9 +214,9 @@ def _serve(pipe: Connection, policy: str, address: str | None) -> None:
 
 
 def table(figures: Mapping[str, Figures]) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     rows = [
-        "| policy | later turns at home | most loaded over mean: requests, tokens | prompt tokens skipped | "
+        "| policy | later turns at home | load, highest / mean: requests, tokens | prompt tokens without prefill | "
         "whole run | a turn |",
         "|---|---:|---:|---:|---:|---:|",
     ]
@@ -228,7 +232,7 @@ def table(figures: Mapping[str, Figures]) -> str:
 
 
 def shortfalls(figures: Figures) -> Iterable[str]:
-    """Yield the requirements that routing by prefix misses."""
+    """Yield the requirements that routing by prefix does not meet."""
     if figures.at_home < REQUIRED_AT_HOME:
         yield f"{figures.at_home:.1%} of later turns at home, {REQUIRED_AT_HOME:.0%} needed"
     for kind, load in (("requests", figures.load_of_requests), ("tokens", figures.load_of_tokens)):
@@ -237,11 +241,11 @@ def shortfalls(figures: Figures) -> Iterable[str]:
 
 
 def main() -> None:
-    """Run both policies."""
+    """Run both policies, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where the figures go")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results to FILE")
     parser.add_argument("--conversations", type=int, default=200, metavar="N")
-    parser.add_argument("--at-once", type=int, default=24, metavar="N", help="conversations that run at a time")
+    parser.add_argument("--at-once", type=int, default=24, metavar="N", help="number of concurrent conversations")
     arguments = parser.parse_args()
     figures = {}
     for policy in ("prefix", "round-robin"):

@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 results=${1:?name a folder for the tables; the pages of benchmarks/results are written by hand}
 mkdir -p "$results"
 failed=0
-most_lines=200 # of a section's output
+most_lines=200 # maximum number of output lines per section
 
 section() { # section FILE TITLE COMMAND...
     case " ${ONLY:-$1} " in *" $1 "*) ;; *) return 0 ;; esac
@@ -39,14 +39,14 @@ section step_transfers "Copies and waits of a step" \
 section first_start "The first start on a machine, and a later one" \
     python3 benchmarks/first_start.py --json "$results/first_start.json"
 section load_8b "Loading an 8B NemotronH" python3 benchmarks/load_8b.py
-section align_copy "Align copy against a memcpy of the same bytes" \
+section align_copy "Align copy compared with a plain copy" \
     python3 benchmarks/align_copy.py --json "$results/align_copy.json"
 section align_copy_tilings "Align copy with other tile sizes" python3 benchmarks/align_copy.py --sweep
-section state_kernels "State and convolution kernels against a memcpy of as many bytes" \
+section state_kernels "State and convolution kernels compared with a plain copy" \
     python3 benchmarks/state_kernels.py --json "$results/state_kernels.json"
 section state_kernel_tilings "State and convolution kernels with other tile sizes" \
     python3 benchmarks/state_kernels.py --sweep
-section experts "Layers of experts against the card's limits" \
+section experts "MoE layers compared with the limits of the GPU" \
     python3 benchmarks/experts.py --json "$results/experts.json"
 section quantized_products "Products of few tokens with FP8 weights against the bytes' floor" \
     python3 benchmarks/quantized_products.py --json "$results/quantized_products.json"
@@ -56,44 +56,44 @@ section slot_copies "Whole-slot copies against a memcpy of the same bytes" \
     python3 benchmarks/slot_copies.py --json "$results/slot_copies.json"
 section attention "Attention backends, KV append and gated norm" \
     python3 benchmarks/attention.py --json "$results/attention.json"
-section kernels "Each kernel, its floor and its peers" python3 benchmarks/kernels.py --json "$results/kernels.json"
+section kernels "Kernels, compared with their floors and with other libraries" python3 benchmarks/kernels.py --json "$results/kernels.json"
 section engine_8b "The whole engine with an 8B NemotronH: logits, tokens and speed" \
     python3 benchmarks/engine_8b.py --json "$results/engine_8b.json"
-section ssd_scan "Prefill scan next to mamba-ssm's" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
-section delta_kernels "Gated DeltaNet's kernels next to fla-core's and FlashInfer's" \
+section ssd_scan "Prefill scan compared with mamba-ssm" python3 benchmarks/ssd_scan.py --json "$results/ssd_scan.json"
+section delta_kernels "Gated DeltaNet kernels compared with fla-core and FlashInfer" \
     python3 benchmarks/delta_kernels.py --json "$results/delta_kernels.json"
 section delta_tilings "Gated DeltaNet's kernels in every tiling" python3 benchmarks/delta_kernels.py --sweep
 section ssd_scan_tilings "Prefill scan in every tiling" python3 benchmarks/ssd_scan.py --sweep
-section step_cost "Decode steps, and what drafts give at best" \
+section step_cost "Decode steps, and the maximum gain of drafts" \
     python3 benchmarks/step_cost.py --json "$results/step_cost.json"
-section host_work "The host's work in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
+section host_work "Host work in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
 section changed_rows "Sampling, grammars, penalties and log-probs in a decode step" \
     python3 benchmarks/changed_rows.py --json "$results/changed_rows.json"
-section sampling "Sampling by itself" python3 benchmarks/sampling.py --json "$results/sampling.json"
+section sampling "Sampling alone" python3 benchmarks/sampling.py --json "$results/sampling.json"
 section parallel_decode "Decoding on GPUs that share a model" \
     python3 benchmarks/parallel_decode.py --prompt-blocks 1 16 --json "$results/parallel_decode.json"
-section tests_on_cards "Tests of ranks on as many GPUs" \
+section tests_on_cards "Tests with one GPU per rank" \
     python3 -m pytest -n 0 -p no:cacheprovider --color=no -rfE tests/distributed
 section chat "A chat of many users" python3 benchmarks/chat.py --json "$results/chat.json"
-section dense_gemms "Dense matmuls by the number of tokens" \
+section dense_gemms "Dense matmuls by number of tokens" \
     python3 benchmarks/dense_gemms.py --json "$results/dense_gemms.json"
-section draft_model "A model that drafts for another" python3 benchmarks/draft_model.py \
+section draft_model "Draft model" python3 benchmarks/draft_model.py \
     --shape granite-small --draft-shape granite-tiny --state-gb 4 --kv-gb 2 --json "$results/draft_model.json"
-section draft_chances "Drafts that are right more or less often" \
+section draft_chances "Drafts by acceptance rate" \
     python3 benchmarks/draft_chances.py --json "$results/draft_chances.json"
-section mixed_steps "Next turns alongside requests that decode" \
+section mixed_steps "New turns while other requests decode" \
     python3 benchmarks/mixed_steps.py --json "$results/mixed_steps.json"
-section many_prompts "Many turns at once alongside requests that decode" python3 benchmarks/mixed_steps.py \
+section many_prompts "Many new turns at once while other requests decode" python3 benchmarks/mixed_steps.py \
     --prompts 8 --lengths 100 200 300 400 500 --json "$results/many_prompts.json"
 section long_context "Long contexts" python3 benchmarks/long_context.py --json "$results/long_context.json"
-section host_tier "Sessions restored from the host" python3 benchmarks/host_tier.py --json "$results/host_tier.json"
-section turn_latency "First tokens of later turns, and throughput where nothing hits" \
+section host_tier "Sessions restored from host memory" python3 benchmarks/host_tier.py --json "$results/host_tier.json"
+section turn_latency "Time to first token of later turns, and throughput without hits" \
     python3 benchmarks/turn_latency.py --json "$results/turn_latency.json"
-section turns_by_length "First tokens by the number of new tokens" python3 benchmarks/turn_latency.py \
+section turns_by_length "Time to first token by number of new tokens" python3 benchmarks/turn_latency.py \
     --new-tokens 300 370 440 500 560 620 700 800 880 1000 1500 --json "$results/turns_by_length.json"
-section serving "Conversations by the wall clock, served in every mode" \
+section serving "Conversations under load in every cache mode" \
     python3 benchmarks/serving.py --time-scale 0.6 --sessions 120 --max-seconds 90 --json "$results/serving.json"
-section server_defaults "The sizes that serve chooses, and its speed with them" \
+section server_defaults "Default memory sizes of serve, and its speed" \
     python3 benchmarks/server_defaults.py --card-gib 0 40 --json "$results/server_defaults.json"
-section speculation_on_gpu "What drafts give and what they cost" python3 benchmarks/speculation.py --device cuda
+section speculation_on_gpu "Gain and cost of drafts" python3 benchmarks/speculation.py --device cuda
 exit $failed

@@ -1,10 +1,10 @@
-"""Measure the time to sample a token of each row, without and with top-k and top-p.
+"""Measure the time to sample one token per request, with and without top-k and top-p.
 
     PYTHONPATH=. python3 benchmarks/sampling.py [--rows N ...] [--vocabularies N ...] [--json FILE]
 
-Times are medians of a launch in a CUDA graph, on normal logits in fp32: flat rows, of which top-p keeps most tokens.
-Next to them, argmax, which greedy rows take, and the torch reference, which sorts each row. Tokens are compared with
-the reference's.
+Times are medians of one launch in a CUDA graph. The logits are normally distributed in fp32, so the distributions are
+flat and top-p keeps most tokens. For comparison, the script measures argmax, which greedy requests use, and the torch
+reference, which sorts the vocabulary. Sampled tokens are compared with those of the reference.
 """
 
 import argparse
@@ -27,11 +27,11 @@ SETTINGS = {"all tokens": (0, 0.0), "top-p": (0, 0.95), "top-k": (50, 0.0), "bot
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Microseconds to sample tokens of some rows.
+    """Microseconds to sample one token for each of some requests.
 
     Args:
-        drawn_us: By settings.
-        num_other: Rows, of all settings, whose token differs from the reference's.
+        drawn_us: Time by sampling settings.
+        num_other: Number of requests, over all settings, whose token differs from that of the reference.
     """
 
     vocab_size: int
@@ -43,7 +43,7 @@ class Times:
 
 
 def times_of(num_rows: int, vocab_size: int) -> Times:
-    """Measure rows of a vocabulary."""
+    """Measure `num_rows` requests with one vocabulary size."""
     generator = torch.Generator("cuda").manual_seed(num_rows)
     logits = torch.randn(num_rows, vocab_size, device="cuda", generator=generator)
     uniforms = torch.rand(num_rows, device="cuda", dtype=torch.float64, generator=generator)
@@ -62,7 +62,7 @@ def times_of(num_rows: int, vocab_size: int) -> Times:
 def table(found: Sequence[Times]) -> str:
     """Return the times as Markdown."""
     lines = [
-        "| vocabulary | rows | argmax, µs | "
+        "| vocabulary | requests | argmax, µs | "
         + " | ".join(f"{name}, µs" for name in SETTINGS)
         + " | twin, µs | other |",
         "|---:" * (5 + len(SETTINGS)) + "|",
@@ -81,7 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 64, 256], metavar="N")
     parser.add_argument("--vocabularies", type=int, nargs="+", default=[131072, 256000], metavar="N")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("needs a GPU")

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Run the kernels' GPU tests under a tool of compute-sanitizer, in portions side by side, on the GPUs in turn, and print
-# a line for each.
+# Run the GPU tests of the kernels under a compute-sanitizer tool. Tests are divided into portions, which run concurrently
+# on all GPUs. The script prints one line per portion.
 # Usage: [GPUS='0 1 ...'] [PORTIONS_AT_ONCE=14] [TESTS_EACH=40] [SECONDS_EACH=300] benchmarks/sanitize_kernels.sh memcheck|racecheck [FILE...]
-# torch's own kernels are not looked at; its cache of memory, which would hide overruns, is switched off, without which
-# nothing can be captured into a graph: tests that do are left out.
+# torch's own kernels are excluded. Its caching allocator would hide out-of-bounds accesses, so it is disabled. Without
+# it CUDA graphs cannot be captured, so tests of graphs are excluded.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 tool=${1:?memcheck or racecheck}

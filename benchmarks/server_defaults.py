@@ -1,11 +1,11 @@
-"""Check that `serve`'s default sizes fit the GPU, and measure its speed with them.
+"""Check that the memory sizes that `serve` chooses fit the GPU, and measure its speed with them.
 
     PYTHONPATH=. python3 benchmarks/server_defaults.py [--shape 9b|tiny] [--flags "..." ...] [--card-gib G ...]
 
-Writes a Hugging Face directory of random weights, starts `serve --hf-model DIRECTORY` with no other size flag, and
-sends it the heaviest steps that its limits allow over HTTP: as many requests at once as it runs, one prompt nearly as
-long as a sequence may be, and sampled requests with log-probs, which must be numbers: greedy ones take some token where
-logits are none. The card's memory is read throughout.
+The script writes a Hugging Face checkpoint with random weights and starts `serve --hf-model DIRECTORY` without other
+size flags. Over HTTP, it sends the heaviest loads that the server's limits allow: the maximum number of concurrent
+requests, one prompt of nearly the maximum length, and sampled requests with log-probs. The log-probs must be numbers,
+because greedy requests get some token even if all logits are NaN. The used GPU memory is monitored throughout.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Phase:
     """A load and its results.
 
     Args:
-        gib_used: Peak memory of the card while the load ran; 0 without a card.
+        gib_used: Peak memory in use on the GPU during the load, in GiB; 0 without a GPU.
     """
 
     name: str
@@ -85,7 +85,7 @@ class Run:
 
 
 class CardMemory:
-    """The peak memory in use on the first card since the last call of `take`."""
+    """Monitor of the peak memory in use on the first GPU since the last call to `take`."""
 
     def __init__(self) -> None:
         self._most = 0.0
@@ -110,7 +110,7 @@ class CardMemory:
 
 @contextmanager
 def card_of(gib: float) -> Iterator[None]:
-    """Occupy the card's memory so that only `gib` are left; 0 leaves all of it."""
+    """Context manager that occupies GPU memory so that only `gib` GiB remain free; with 0, it occupies none."""
     held = torch.empty(0)
     if gib:
         free = torch.cuda.mem_get_info()[0]
@@ -124,7 +124,7 @@ def card_of(gib: float) -> Iterator[None]:
 
 @contextmanager
 def serving(directory: Path, more: list[str]) -> Iterator[tuple[str, list[str], float]]:
-    """Yield the URL of a server, its printed lines, and its start time in seconds."""
+    """Context manager that starts a server and yields its URL, its printed lines, and its start time in seconds."""
     began = time.monotonic()
     command = [sys.executable, "-m", "megatron_mamba_cache", "serve", "--port", "0", "--access-log", "off"]
     command += ["--hf-model", str(directory)]
@@ -140,32 +140,32 @@ def serving(directory: Path, more: list[str]) -> Iterator[tuple[str, list[str], 
                     too_slow.cancel()
                     yield found[1], lines, time.monotonic() - began
                     return
-            raise RuntimeError(f"serve ended with status {process.wait()}")
+            raise RuntimeError(f"serve must keep running, but it ended with status {process.wait()}")
         finally:
             too_slow.cancel()
             process.send_signal(signal.SIGTERM)
 
 
 async def _run(url: str, prompts: list[list[int]], settings: dict[str, Any]) -> int:
-    """Send all prompts at once; return the tokens received."""
+    """Send all prompts concurrently; return the number of received tokens."""
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
 
         async def one(prompt: list[int]) -> int:
             reply = await client.post("/v1/completions", json={"prompt": prompt, "ignore_eos": True, **settings})
             if reply.status_code != 200:
-                raise RuntimeError(f"status {reply.status_code}: {reply.text[:500]}")
+                raise RuntimeError(f"a completion request failed with status {reply.status_code}: {reply.text[:500]}")
             document = reply.json()
             log_probs = (document["choices"][0].get("logprobs") or {}).get("token_logprobs", [])
             if not all(math.isfinite(log_prob) for log_prob in log_probs):
-                raise RuntimeError(f"log-probs that are no numbers: {log_probs[:8]} ...")
+                raise RuntimeError(f"log-probs must be finite numbers, found {log_probs[:8]} ...")
             return int(document["usage"]["completion_tokens"])
 
         return sum(await asyncio.gather(*map(one, prompts)))
 
 
 def measure(url: str, limits: dict[str, int], vocab_size: int) -> list[Phase]:
-    """Run the loads, the heaviest that the limits allow."""
+    """Run the heaviest loads that the limits allow."""
     random, memory = np.random.default_rng(0), CardMemory()
 
     def phase(name: str, count: int, length: int, **settings: Any) -> Phase:
@@ -187,12 +187,14 @@ def measure(url: str, limits: dict[str, int], vocab_size: int) -> list[Phase]:
 
 
 def main() -> None:
-    """Measure, then print the figures as a table or as JSON."""
+    """Measure, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", choices=MODELS, default="9b", help="default: %(default)s")
-    parser.add_argument("--flags", nargs="+", default=[""], help="more of serve's, in one string for each server")
-    parser.add_argument("--card-gib", nargs="+", type=float, default=[0.0], help="of the card that servers see; 0: all")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--flags", nargs="+", default=[""], help="additional flags of serve; one string per server")
+    parser.add_argument(
+        "--card-gib", nargs="+", type=float, default=[0.0], help="GiB of GPU memory that servers can use; 0: all"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to FILE")
     arguments = parser.parse_args()
     fields = MODELS[arguments.shape]
     runs = []
@@ -221,7 +223,7 @@ def _served(directory: Path, flags: str, vocab_size: int) -> Run:
 def _print_run(run: Run) -> None:
     ready = f"ready after {run.start_s:.0f} s, the load of weights and graph capture included"
     print(*run.output, f"{run.flags or 'no more flags'}: {ready}\n", sep="\n")
-    print("| load | requests | prompt tokens | generated | seconds | generated tokens/s | GiB of the card in use |")
+    print("| load | requests | prompt tokens | generated tokens | seconds | tokens/s | peak GPU memory, GiB |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     for one in run.phases:
         rate = one.generated_tokens / one.seconds

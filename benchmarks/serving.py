@@ -1,15 +1,16 @@
-"""Measure the gain of a cache on a busy server: latency, speed and throughput under the same load.
+"""Measure the gain of a cache on a busy server: latency and throughput under the same load.
 
     PYTHONPATH=. python3 benchmarks/serving.py [--shape tiny] [--load NAME | --trace FILE | --recorded FILE]
         [--json FILE] [--plots FOLDER]
 
-Multi-turn conversations arrive by the wall clock, whether or not the engine keeps up (`open_loop`), and are served by
-one engine after another: without a cache; with states at boundaries of prompts only; and with states of replies too;
-each without drafts and with drafts looked up in the prompt. Lengths, arrivals and the users' texts are the same for
-all; replies are generated greedily by each engine, so prompts of later turns may have different tokens of the same
-number. With random weights, the benefit of drafts is only a guess, since it depends on the model.
+Multi-turn conversations arrive in real time, independent of the engine's load (`open_loop`). Several engines serve them
+one after another: without a cache, with states at the boundaries of prompts only, and with states of replies as well;
+each without drafts and with drafts from prompt lookup. Lengths, arrivals and the users' texts are the same for all
+engines. Each engine generates its own greedy replies, so the prompts of later turns can have different tokens, but
+always the same number of them. The weights are random, so the results do not show the gain of drafts with a real model.
 
-The first engine first serves the first turns of a few conversations, unmeasured. `serving_figures` defines each figure.
+Before the measurement, the first engine serves the first turns of a few conversations. `serving_figures` defines each
+measured quantity.
 """
 
 import argparse
@@ -46,13 +47,13 @@ class Variant:
 
     @property
     def name(self) -> str:
-        """Name for a table's header."""
+        """Name of the engine in the header of the table."""
         return f"{self.mode}, K = {self.num_drafts}"
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One engine's figures and requests."""
+    """Results and requests of one engine."""
 
     figures: ServingFigures
     load: ServedLoad
@@ -108,7 +109,7 @@ def _request(turn: Any) -> dict[str, Any]:
 
 
 def load_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace, vocab_size: int) -> list[Conversation]:
-    """Return the conversations that parsed flags select."""
+    """Return the conversations that the flags select."""
     if arguments.trace or arguments.recorded:
         if arguments.rate or arguments.tokens_scale != 1 or (arguments.trace and arguments.time_scale != 1):
             parser.error(
@@ -132,7 +133,7 @@ def load_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace, voca
 
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    """Read the flags."""
+    """Parse the flags."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--load", choices=LOADS, default="mixed", help="default: %(default)s")
@@ -141,15 +142,19 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     add_shape_arguments(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], metavar="K", help="default: 0 3")
-    parser.add_argument("--rate", type=_positive, metavar="R", help="sessions a second; default: the load's")
-    parser.add_argument("--sessions", type=int, metavar="N", help="how many, of --recorded lines; default: all")
-    parser.add_argument("--tokens-scale", type=_positive, default=1.0, metavar="F", help="multiplies all lengths")
+    parser.add_argument("--rate", type=_positive, metavar="R", help="sessions per second; default: that of the load")
     parser.add_argument(
-        "--time-scale", type=_positive, default=1.0, metavar="F", help="multiplies pauses, divides rates"
+        "--sessions", type=int, metavar="N", help="number of sessions (of lines with --recorded); default: all"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of lengths, tokens and arrivals")
-    parser.add_argument("--max-seconds", type=_positive, default=float("inf"), help="of each engine; default: no limit")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure and request to FILE")
+    parser.add_argument("--tokens-scale", type=_positive, default=1.0, metavar="F", help="factor for all lengths")
+    parser.add_argument(
+        "--time-scale", type=_positive, default=1.0, metavar="F", help="factor for pauses; rates are divided by it"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of lengths, tokens and arrivals")
+    parser.add_argument(
+        "--max-seconds", type=_positive, default=float("inf"), help="time limit of each engine; default: no limit"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results and requests to FILE")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="also write PNG files; needs matplotlib")
     return parser, parser.parse_args()
 
@@ -157,7 +162,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
 def _positive(text: str) -> float:
     value = float(text)
     if not value > 0:
-        raise argparse.ArgumentTypeError(f"must be more than 0, found {text}")
+        raise argparse.ArgumentTypeError(f"the value must be more than 0, found {text}")
     return value
 
 

@@ -2,29 +2,32 @@
 
     PYTHONPATH=. python benchmarks/simulated_tiers.py --trace FILE ... [--sessions N] [--models NAME ...]
 
-No model and no GPU: requests go through the real scheduler, cache and tiers (`loads/simulated_server.py`). Sizes are in
-GB of 10^9 bytes. Steps take the times that were measured for Nemotron 3 Nano on an H200, whatever the model's sizes:
-2.75, 6.5, 15.6 and 20.7 ms where 1, 8, 64 and 256 requests decode, straight lines in between, and 1 s more for each
-74,500 prompt tokens. Copies between the card and the host take 1 s for each 55 GB, and 100 GB while both ways copy;
-those to the host rest half of the time. A step has at most 8,192 tokens; as many requests run, up to 256, as have room
-in half of the card's memory for a state and 2,048 tokens each: what `serve` takes, rings left out.
+The benchmark needs neither a model nor a GPU: requests use the real scheduler, cache and tiers
+(`loads/simulated_server.py`). GB means 10^9 bytes. The simulation uses these times and limits for all models:
 
-Sessions of an agent wait for their answers: a request comes as long after the end of the one before it as it was
-recorded after that one came. Where there are more sessions than the file has, its first ones come again with texts of
-their own. Requests of Mooncake's traces come when they were recorded. With `--replies left-out`, prompts have as many
-other tokens instead of the replies before them, as where reasoning is left out.
+- Decode steps take as long as was measured for Nemotron 3 Nano on an H200: 2.75, 6.5, 15.6 and 20.7 ms for 1, 8, 64 and
+  256 requests, interpolated linearly. Prompts add 1 s per 74,500 tokens. A step has at most 8,192 tokens.
+- Copies between the GPU and the host take 1 s per 55 GB, or 1 s per 100 GB in total while data is copied in both
+  directions. Copies to the host pause for half of the time.
+- Up to 256 requests run concurrently, but only as many as fit in half of the GPU memory if each has a state and 2,048
+  tokens. These are the defaults of `serve`, without memory for rings.
 
-The caches: the card's memory alone; with a number of GB of the host below it; and unlimited, a card that evicts
-nothing. Columns:
+In recorded sessions, an agent sends its next request only after the reply: the time from the end of a request to the
+arrival of the next one equals the recorded time between their arrivals. If more sessions run than were recorded, the
+first sessions are repeated with different texts. Mooncake requests arrive at their recorded times. With `--replies
+left-out`, later prompts contain other tokens instead of the replies, as if reasoning were removed from the history.
 
-- skipped: share of the prompt tokens; of unlimited: that divided by what an unlimited cache skips;
-- mean, p50, p99: seconds from a request's arrival to its first token; of card: the mean divided by that of the card
-  alone;
-- to host, back: GB copied;
-- failed: copies to the host that failed, here because their state was evicted meanwhile; no room: writes for which the
-  host had none;
-- restores: boundaries that came back; waited: how many of them a request was passed over for, and for how long, on
-  average, the rest of a step included.
+The caches are GPU memory alone, GPU memory with a number of GB of host memory, and an unlimited GPU that evicts
+nothing. The columns are:
+
+- skipped: fraction of the prompt tokens that need no prefill; of unlimited: this fraction relative to an unlimited
+  cache;
+- mean, p50, p99: time to first token in seconds; of card: the mean relative to the mean with GPU memory alone;
+- to host, back: GB copied in each direction;
+- failed: copies to the host that failed because the state was evicted first; no room: writes for which the host had no
+  room;
+- restores: number of states that were restored from the host; waited: number of restores that delayed a request, and
+  the mean delay, including the rest of the current step.
 """
 
 import argparse
@@ -64,14 +67,14 @@ TOKENS_A_REQUEST = 2048
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A load, a model's sizes, and a cache.
+    """A load, the sizes of a model, and a cache.
 
     Args:
-        sessions: Of an agent, at once.
-        cache_gb: Of the card.
-        host_gb: Of the host; 0: none.
-        is_unlimited: True if the card evicts nothing, whatever its size.
-        repeats_replies: True if prompts repeat the replies before them.
+        sessions: Number of concurrent sessions.
+        cache_gb: GB of GPU memory for the cache.
+        host_gb: GB of host memory; 0: no host tier.
+        is_unlimited: If True, the GPU evicts nothing, whatever its size.
+        repeats_replies: If True, prompts contain the preceding replies.
     """
 
     trace: Path
@@ -84,7 +87,7 @@ class Case:
 
     @property
     def cache(self) -> str:
-        """The cache's name in a table."""
+        """Name of the cache in a table."""
         if self.is_unlimited:
             return "unlimited"
         return f"{self.cache_gb:g}" + (f" + {self.host_gb:g}" if self.host_gb else "")
@@ -95,8 +98,8 @@ class Figure:
     """Results of a case: sizes in GB, times in seconds.
 
     Args:
-        hours: Until the last request had ended.
-        preempted: Requests that ran and were queued again for lack of room.
+        hours: Simulated hours until the end of the last request.
+        preempted: Number of running requests that were preempted and queued again.
     """
 
     load: str
@@ -120,14 +123,18 @@ class Figure:
 
 
 def main() -> None:
-    """Simulate, then print the figures as a table or as JSON."""
+    """Simulate, then print the results as a table or as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--trace", type=Path, nargs="+", required=True, help="see planning/recorded_load.py")
-    parser.add_argument("--sessions", type=int, default=128, help="of an agent, at once; default: %(default)s")
+    parser.add_argument(
+        "--trace", type=Path, nargs="+", required=True, help="recorded load; see planning/recorded_load.py"
+    )
+    parser.add_argument(
+        "--sessions", type=int, default=128, help="number of concurrent sessions of agents; default: %(default)s"
+    )
     parser.add_argument("--replies", choices=["repeated", "left-out"], default="repeated", help="default: %(default)s")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["nano"], help="sizes; default: nano")
-    parser.add_argument("--cache-gb", type=float, default=40, help="GB of the card; default: %(default)s")
-    parser.add_argument("--host-cache-gb", type=float, nargs="+", default=[200], help="GB of the host; default: 200")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["nano"], help="model sizes; default: nano")
+    parser.add_argument("--cache-gb", type=float, default=40, help="GB of GPU memory; default: %(default)s")
+    parser.add_argument("--host-cache-gb", type=float, nargs="+", default=[200], help="GB of host memory; default: 200")
     parser.add_argument("--processes", type=int, default=os.cpu_count(), help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--append", type=Path, help="also append the table to this file")
@@ -142,12 +149,12 @@ def main() -> None:
         figures = list(processes.map(simulate, cases))
     text = table(figures, command(SCRIPT, sys.argv[1:]))
     if arguments.append:
-        append(text, arguments.append, "Simulated tiers", __doc__)
+        append(text, arguments.append, "Host tier in a simulated server", __doc__)
     print(json.dumps(document([asdict(figure) for figure in figures]), indent=2) if arguments.json else text)
 
 
 def simulate(case: Case) -> Figure:
-    """Serve a case's load."""
+    """Serve the load of a case and return the results."""
     requests, model = load_of(case.trace, case.sessions, case.repeats_replies), MODELS[case.model]
     sizes = CacheSizes(model.token_bytes, model.state_bytes, BLOCK_SIZE)
     clock, settings = Clock(), settings_of(model, case.cache_gb)
@@ -190,7 +197,7 @@ def simulate(case: Case) -> Figure:
 
 @cache
 def load_of(trace: Path, num_sessions: int, repeats_replies: bool) -> list[TimedRequest]:
-    """Return the requests of a file: in a closed loop if sessions are recorded."""
+    """Return the requests of a file: in a closed loop if the file has sessions, otherwise at their recorded times."""
     load = read_load(trace)
     if len({request.session for request in load.requests}) == len(load.requests):
         requests = open_loop(load, BLOCK_SIZE)
@@ -203,25 +210,25 @@ def load_of(trace: Path, num_sessions: int, repeats_replies: bool) -> list[Timed
 
 
 def settings_of(model: ModelSizes, cache_gb: float) -> ServerSettings:
-    """Return the defaults of `serve` for a model on a GPU with this much memory for its cache."""
+    """Return the default limits of `serve` for a model on a GPU with `cache_gb` GB for its cache."""
     request_bytes = model.state_bytes + TOKENS_A_REQUEST * model.token_bytes
     fitting = min(MOST_REQUESTS, cache_gb * GB / 2 // request_bytes)
     return ServerSettings(max(int(fitting), 1), MAX_TOKENS, DECODING_REQUESTS, DECODE_STEPS_S, PROMPT_TOKEN_S)
 
 
 def copy_times(sizes: CacheSizes) -> CopyTimes:
-    """Return the times that an engine would agree on at its start, in nanoseconds."""
+    """Return the copy and compute times that a real engine measures at its start, in nanoseconds."""
     block, state = (round(num_bytes / RATES.alone * 1e9) for num_bytes in (sizes.unit.block, sizes.unit.state))
     return CopyTimes(block, state, round(PROMPT_TOKEN_S * 1e9))
 
 
 def share_of(served: Sequence[ServedRequest]) -> float:
-    """Return the share of the prompt tokens that were skipped."""
+    """Return the fraction of the prompt tokens that needed no prefill."""
     return sum(request.skipped for request in served) / sum(request.prompt_len for request in served)
 
 
 def table(figures: Sequence[Figure], made_by: str) -> str:
-    """Return the figures as Markdown, each load's under a heading."""
+    """Return the results as Markdown tables, one per load."""
     columns = ["model", "GB", "skipped", "of unlimited", "mean", "of card", "p50", "p99", "to host", "back", "failed"]
     columns += ["no room", "restores", "waited"]
     lines = []
@@ -240,7 +247,7 @@ def _row(figure: Figure, by_cache: Mapping[tuple[str, str], Figure]) -> str:
     """Return a line of the table.
 
     Args:
-        by_cache: All figures of the load, by model and cache; those of a model begin with the card alone.
+        by_cache: All results of the load, by model and cache; the first cache of each model is GPU memory alone.
     """
     unlimited = by_cache[figure.model, "unlimited"]
     card = next(other for other in by_cache.values() if other.model == figure.model)

@@ -1,10 +1,10 @@
-"""Compare whole-slot copies with plain copies of the same bytes and with loops over slots.
+"""Compare copies of whole slots with plain copies of the same bytes and with loops over slots.
 
     PYTHONPATH=. python3 benchmarks/slot_copies.py [--json FILE] [--sweep]
 
-Each figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use
-different slots, so that none are in the L2 cache. Pools hold 64 source and 64 target slots. A memcpy is measured up to
-384 MiB and scaled by bytes beyond that.
+Each time is the median of one launch inside a CUDA graph of many launches, on random data. Successive launches use
+different slots, so that none are in the L2 cache. Pools have 64 source slots and 64 target slots. A plain copy is
+measured up to 384 MiB; the times of larger copies are extrapolated.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from megatron_mamba_cache.recurrences.slot_tiles import CopyTiling
 
 NUM_SOURCES = 64
 COUNTS = (1, 4, 16, 64)
-BYTES_PER_US = 4e6  # about what a copy reads and writes, to choose how often a graph repeats it
+BYTES_PER_US = 4e6  # approximate speed of a copy, from which the number of repetitions in a graph is computed
 FANCY_SLOWDOWN = 9
 TILINGS = (
     TILING,
@@ -49,17 +49,17 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """Return the speed relative to the memcpy."""
+        """Speed relative to the plain copy."""
         return self.memcpy_us / self.us
 
 
 def slot_numbers(count: int, device: str) -> list[Tensor]:
-    """Return lists of `count` source slots, cycling through all; targets have numbers NUM_SOURCES higher."""
+    """Return lists of `count` source slots, cycling through all sources; each target slot is NUM_SOURCES higher."""
     return list(torch.arange(NUM_SOURCES, dtype=torch.int32, device=device).split(count))
 
 
 class Bench:
-    """The pools of one model."""
+    """State pools of one model."""
 
     def __init__(self, model: SlotModel) -> None:
         self.model = model
@@ -71,7 +71,7 @@ class Bench:
         )
 
     def copies(self, count: int, tiling: CopyTiling = TILING) -> list[Launch]:
-        """Return the op's copies."""
+        """Return launches of our op."""
         lists = [(src, src + NUM_SOURCES) for src in slot_numbers(count, "cuda")]
         return [lambda src=src, dst=dst: copy_slots(self.pools, self.pools, src, dst, tiling) for src, dst in lists]
 
@@ -86,7 +86,7 @@ class Bench:
         return [partial(copy, src.tolist()) for src in slot_numbers(count, "cpu")]
 
     def fancy_copies(self, count: int) -> list[Launch]:
-        """Return copies by advanced indexing with all slots at once."""
+        """Return copies of all slots at once by advanced indexing."""
 
         def copy(src: Tensor, dst: Tensor) -> None:
             for pool in self.pools:
@@ -96,24 +96,24 @@ class Bench:
         return [lambda src=src, dst=src + NUM_SOURCES: copy(src, dst) for src in lists]
 
     def memcpy_us(self, count: int) -> float:
-        """Return the time of a plain copy of the same number of bytes."""
+        """Return the time in microseconds of a plain copy of the same number of bytes."""
         return memcpy_us(self.pools[1], count * self.model.slot_bytes)
 
     def check(self) -> None:
-        """Copy some slots once.
+        """Copy some slots once, and compare them with their sources.
 
         Raises:
-            RuntimeError: If the result is wrong.
+            RuntimeError: If a copied slot differs from its source.
         """
         self.copies(16)[1]()
         slots = slice(16, 32)
         targets = slice(16 + NUM_SOURCES, 32 + NUM_SOURCES)
         if not all(torch.equal(pool[:, targets], pool[:, slots]) for pool in self.pools):
-            raise RuntimeError(f"{self.model.name}: slots were not copied")
+            raise RuntimeError(f"{self.model.name}: copied slots must equal their sources, but they differ")
 
 
 def measure(bench: Bench, counts: Sequence[int] = COUNTS) -> list[Figure]:
-    """Measure every way at every count, and a memcpy of the same bytes."""
+    """Measure every way to copy for every number of slots, and a plain copy of the same bytes."""
     figures = []
     for count in counts:
         expected_us = 2 * count * bench.model.slot_bytes / BYTES_PER_US
@@ -139,7 +139,7 @@ def sweep(bench: Bench) -> list[Figure]:
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line per model and count, a column per way."""
+    """Return a Markdown table with a line per model and number of slots, and a column per way to copy."""
     ways = list(dict.fromkeys(figure.way for figure in figures))
     found = {(figure.model, figure.slots, figure.way): figure for figure in figures}
     lines = ["| model, slots | memcpy, µs | " + " | ".join(f"{way}: µs, of memcpy" for way in ways) + " |"]
@@ -154,7 +154,7 @@ def table(figures: Sequence[Figure]) -> str:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure whole-slot copies against a memcpy of the same bytes.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B bf16 states instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

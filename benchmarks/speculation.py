@@ -1,17 +1,18 @@
-"""Measure tokens per decode step with drafts, the cost of a token, and the cost of useless drafts.
+"""Measure the tokens per decode step with drafts, the time per token, and the cost of useless drafts.
 
     PYTHONPATH=. python benchmarks/speculation.py [--device cpu|cuda] [--json] [--output FILE.md]
 
-Uses the model that ships, in fp32, with at most four drafts per step.
+The benchmark uses the shipped model in fp32, with at most four drafts per step.
 
-Useful drafts: prompt lookup on two editing workloads, the command's own sessions (an assistant has read one file and
-writes others) and rewriting (it rewrites the file it has read, with a name changed). Runs with and without drafts
-alternate; times are medians of summed decode-only steps.
+Useful drafts come from prompt lookup on two editing workloads: "sessions of the command" (an assistant has read one
+file and writes others) and "rewriting" (it rewrites a file with one name changed). Runs with and without drafts
+alternate. Times are medians over runs of the sum of decode-only steps.
 
-Useless drafts: a drafter that knows what will be generated and proposes something else. An engine with it and one
-without drafts alternate step by step, so that other load on the machine affects both; medians over repetitions.
+Useless drafts come from a drafter that knows the reply and always proposes other tokens. An engine with these drafts
+and an engine without drafts alternate step by step, so that other load on the machine affects both. Times are medians
+over repetitions.
 
-On a CPU, times are processor time, which other processes hardly affect; on a GPU they are wall time.
+On a CPU, times are CPU times, which other processes hardly affect; on a GPU, they are wall times.
 """
 
 import argparse
@@ -47,7 +48,7 @@ SAMPLINGS = {"greedy": GREEDY, "sampled": EDITING}
 
 @dataclass(frozen=True, slots=True)
 class UsefulFigure:
-    """One workload; times in milliseconds per generated token, over decode-only steps."""
+    """Results of one workload; times are in milliseconds per generated token, over decode-only steps."""
 
     workload: str
     sampling: str
@@ -60,11 +61,11 @@ class UsefulFigure:
 
 @dataclass(frozen=True, slots=True)
 class UselessFigure:
-    """One batch; times in milliseconds per step, over all steps of a run."""
+    """Results of one batch size; times are in milliseconds per step, over all steps of a run."""
 
     num_requests: int
     num_steps: int
-    drafted_share: float  # draft tokens for each generated token
+    drafted_share: float  # draft tokens per generated token
     ms_without: float
     ms_with: float
     ratio: float  # median over the repetitions
@@ -72,7 +73,7 @@ class UselessFigure:
 
 @dataclass(slots=True)
 class StepClock:
-    """Replaces an engine's step method, and sums up the times of decode-only steps."""
+    """Replacement for an engine's step method that adds up the times of decode-only steps."""
 
     engine: Any
     step: Callable[[], Any]
@@ -94,14 +95,14 @@ class StepClock:
 
 @dataclass(slots=True)
 class Subject:
-    """The model, the settings of its engines, and the clock that times steps."""
+    """The model, the settings of its engines, and the clock that times their steps."""
 
     model: Any
     settings: dict[str, Any]
     now: Callable[[], float]
 
     def engine(self, num_drafts: int, drafter: Any = None) -> Any:
-        """Build an engine."""
+        """Build an engine with these numbers of drafts and this drafter."""
         from megatron_mamba_cache import build_engine
 
         config = CacheConfig(**self.settings, num_speculative_tokens=num_drafts)
@@ -109,8 +110,8 @@ class Subject:
 
 
 def main() -> None:
-    """Measure, then print the figures as a table or as JSON."""
-    parser = argparse.ArgumentParser(description="Measure what drafts give and what they cost.")
+    """Measure, then print the results as a table or as JSON."""
+    parser = argparse.ArgumentParser(description="Measure the gain and the cost of drafts.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="also write the table to this file")
@@ -135,7 +136,7 @@ def main() -> None:
 
 
 def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], sampling: str) -> UsefulFigure:
-    """Run the lines with and without prompt lookup, alternating."""
+    """Serve the prompts with and without prompt lookup, in turn."""
     ms: dict[int, list[float]] = {0: [], NUM_DRAFTS: []}
     tokens, counters = {}, {}
     for _ in range(REPETITIONS):
@@ -156,7 +157,7 @@ def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], 
 
 
 def useless_drafts(subject: Subject, num_requests: int) -> UselessFigure:
-    """Run the same requests in two engines, one with always-wrong drafts, alternating step by step."""
+    """Serve the same requests with two engines, one with wrong drafts, alternating step by step."""
     from loads.recorded_drafts import WrongDrafter
 
     tokenizer = subject.model.tokenizer
@@ -179,7 +180,7 @@ def useless_drafts(subject: Subject, num_requests: int) -> UselessFigure:
 
 @dataclass(slots=True)
 class Lockstep:
-    """The progress of one of the alternating engines."""
+    """Progress of one of the alternating engines."""
 
     seconds: float = 0.0
     num_steps: int = 0
@@ -189,7 +190,7 @@ class Lockstep:
 def _lockstep(
     engines: Sequence[Any], prompts: Sequence[Sequence[int]], now: Callable[[], float], *, swaps: bool = False
 ) -> list[Lockstep]:
-    """Run the prompts greedily in each engine, alternating step by step, the last engine first if `swaps`."""
+    """Serve the prompts greedily on all engines, alternating step by step; the last engine goes first if `swaps`."""
     from megatron.core.inference.sampling_params import SamplingParams
 
     for engine in engines:
@@ -209,18 +210,18 @@ def _lockstep(
 
 
 def table(useful: Sequence[UsefulFigure], useless: Sequence[UselessFigure], *, clock: str) -> str:
-    """Return the figures as Markdown."""
+    """Return the results as a Markdown table."""
     from measuring.machine import describe_machine
 
     command = f"OMP_NUM_THREADS={os.environ.get('OMP_NUM_THREADS', '')} PYTHONPATH=. python {' '.join(sys.argv)}"
-    lines = ["# What drafts give and what they cost", "", f"    {command}", "", describe_machine(), ""]
-    lines += [f"The small model that ships, fp32, up to {NUM_DRAFTS} drafts a step. Times are {clock} time.", ""]
+    lines = ["# Gain and cost of drafts", "", f"    {command}", "", describe_machine(), ""]
+    lines += [f"Shipped model in fp32, up to {NUM_DRAFTS} drafts per step. Times are {clock} times.", ""]
     lines += [f"Prompt lookup, replies of {REPLY_TOKENS} tokens; medians of {REPETITIONS} runs, decode steps only:", ""]
-    lines += ["| workload | tokens | tokens a step | accepted by position, % | ms a token: K=0 | K=4 | same text |"]
+    lines += ["| workload | tokens | tokens per step | accepted by position, % | ms per token: K=0 | K=4 | same text |"]
     lines += ["|---|---|---:|---|---:|---:|---|"]
     lines += [_useful_row(figure) for figure in useful]
-    lines += ["", f"Drafts that are always wrong, replies of {USELESS_REPLY_TOKENS} tokens, all steps of a run;"]
-    lines += [f"medians of {USELESS_REPETITIONS} runs, in which the two engines step by turns:", ""]
+    lines += ["", f"Drafts that are always rejected, replies of {USELESS_REPLY_TOKENS} tokens, all steps of a run;"]
+    lines += [f"medians of {USELESS_REPETITIONS} runs, in which the steps of the two engines alternate:", ""]
     lines += ["| requests | steps | drafts a token | ms a step: K=0 | K=4 | ratio |", "|---:|---:|---:|---:|---:|---:|"]
     lines += [
         f"| {figure.num_requests} | {figure.num_steps} | {figure.drafted_share:.3f} | {figure.ms_without:.2f} | "

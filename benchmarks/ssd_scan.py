@@ -1,10 +1,11 @@
-"""Compare the prefill scan with mamba-ssm's, and measure the cost of boundary states.
+"""Compare the prefill scan with mamba-ssm's, and measure how much time boundary states add.
 
     PYTHONPATH=. python3 benchmarks/ssd_scan.py [--json FILE] [--sweep]
 
-Nanoseconds per token and layer, bf16 tokens, float32 states; each figure is the median time of a launch inside a CUDA
-graph of several, on random data. mamba-ssm scans the same tokens, without initial states and storing only the final
-ones, with the faster of two chunk sizes; it takes rows of different lengths as one sequence with row indices.
+Times are in nanoseconds per token and layer, with bf16 tokens and float32 states. Each time is the median of one launch
+inside a CUDA graph of several, on random data. mamba-ssm scans the same tokens without initial states, stores only the
+final states, and uses the faster of two chunk sizes. It processes requests of different lengths as one sequence with
+request indices.
 """
 
 import argparse
@@ -70,7 +71,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Random tokens and weights of a layer, and rows without an initial state."""
+    """Random tokens and weights of a layer, and requests without an initial state."""
 
     lengths: tuple[int, ...]
     tokens: SSMTokens
@@ -80,12 +81,12 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all requests."""
+        """Number of tokens of all requests."""
         return sum(self.lengths)
 
 
 def make_batch(num_heads: int, lengths: tuple[int, ...], device: str = "cuda") -> Batch:
-    """Return requests of these lengths, each with its own float32 slot for the final state."""
+    """Return requests of the given lengths, each with its own float32 slot for the final state."""
     num_tokens = sum(lengths)
 
     def randn(*sizes: int, scale: float = 1.0) -> Tensor:
@@ -104,18 +105,21 @@ def make_batch(num_heads: int, lengths: tuple[int, ...], device: str = "cuda") -
 
 
 def tokens_bytes(num_heads: int, num_tokens: int) -> int:
-    """Return the bytes of x, y, B, C and dt, once each."""
+    """Return the bytes of x, y, B, C and dt, each counted once."""
     return 2 * num_tokens * (2 * num_heads * HEAD_DIM + 2 * GROUPS * D_STATE + num_heads)
 
 
 def scan_flops(num_heads: int, num_tokens: int) -> int:
-    """Return the FLOPs of the scan in tiles of TILE_LEN: scores, their sums of x, and the state's output and update."""
+    """Return the FLOPs of the scan in tiles of TILE_LEN tokens.
+
+    They are those of the scores, the weighted sums of x, the output of the state, and the update of the state.
+    """
     a_head = 4 * D_STATE * HEAD_DIM + 2 * TILE_LEN * HEAD_DIM
     return num_tokens * (num_heads * a_head + GROUPS * 2 * TILE_LEN * D_STATE)
 
 
 def with_boundaries(batch: Batch, boundaries: tuple[int, ...], ssm_dtype: torch.dtype) -> Batch:
-    """Return the same tokens with other boundaries, and a pool for them."""
+    """Return the same tokens with other boundaries, and a new pool for the states."""
     shape = (len(batch.lengths) * (1 + len(boundaries)), *batch.pool.shape[1:])
     device = str(batch.pool.device)
     pool = torch.empty(shape, dtype=ssm_dtype, device=device)
@@ -148,19 +152,19 @@ def _rows(lengths: tuple[int, ...], boundaries: tuple[int, ...], device: str) ->
 
 
 def scan_launch(batch: Batch) -> Launch:
-    """Return our scan, in its chosen variant."""
+    """Return a launch of our scan, in the variant that the op chooses."""
     return lambda: ssd_scan(batch.tokens, batch.weights, batch.pool, batch.rows, CHUNK)
 
 
 def form_launch(batch: Batch, tiling: HopperTiling | None) -> Launch:
-    """Return our scan in one variant."""
+    """Return a launch of our scan with one tiling."""
     shape = tile_shape(CHUNK, batch.tokens.x.dtype)
     assert shape is not None
     return lambda: scan_tiles(batch.tokens, batch.weights, batch.pool, batch.rows, shape, tiling)
 
 
 def peer_launches(batch: Batch, chunk_sizes: Sequence[int] = PEER_CHUNKS) -> list[Launch]:
-    """Return mamba-ssm's scan of the same tokens with each of its chunk sizes; none if it is not installed."""
+    """Return launches of mamba-ssm's scan of the same tokens by chunk size; empty if it is not installed."""
     scan = peer_function("ssd_combined", "mamba_chunk_scan_combined")
     if scan is None:
         return []
@@ -184,14 +188,14 @@ def peer_launches(batch: Batch, chunk_sizes: Sequence[int] = PEER_CHUNKS) -> lis
 
 
 def ns_per_token(batch: Batch, launch: Launch) -> float:
-    """Return the time of a launch per token of the batch."""
+    """Return the time of a launch per token of the batch, in nanoseconds."""
     return launch_us([launch], GUESSED_NS * batch.num_tokens / 1000) * 1000 / batch.num_tokens
 
 
 def measure(
     models: Iterable[str] = HEADS, cases: Iterable[str] = CASES, peer_chunks: Sequence[int] = PEER_CHUNKS
 ) -> Iterator[Figure]:
-    """Yield both scans of each case."""
+    """Yield the times of both scans in each case."""
     for model in models:
         for case in cases:
             batch = make_batch(HEADS[model], CASES[case])
@@ -208,7 +212,7 @@ def measure(
 def measure_boundaries(
     models: Iterable[str] = HEADS, counts: Iterable[int] = (1, 8), dtypes: Iterable[torch.dtype] = DTYPES
 ) -> Iterator[Figure]:
-    """Yield our scan of `counts` 4k prompts with and without boundary states, in graphs replayed in turn."""
+    """Yield the times of our scan of 4k prompts with and without boundary states; graphs are replayed in turn."""
     for model in models:
         for num_rows in counts:
             tokens = make_batch(HEADS[model], (4096,) * num_rows)
@@ -224,7 +228,7 @@ def measure_boundaries(
 
 
 def sweep() -> Iterator[Figure]:
-    """Yield every variant of our scan."""
+    """Yield the times of every tiling of our scan."""
     for model, num_heads in HEADS.items():
         for case in SWEPT_CASES:
             batch = make_batch(num_heads, CASES[case])
@@ -234,7 +238,7 @@ def sweep() -> Iterator[Figure]:
 
 
 def table(figures: list[Figure]) -> str:
-    """Return the figures as Markdown, a line per model and case."""
+    """Return a Markdown table with a line per model and case."""
     forms = list(dict.fromkeys(figure.form for figure in figures))
     found = {(figure.model, figure.case, figure.form): figure.ns for figure in figures}
     with_ratio = "mamba-ssm" in forms
@@ -252,8 +256,8 @@ def table(figures: list[Figure]) -> str:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description="Measure the prefill scan.")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
-    parser.add_argument("--sweep", action="store_true", help="measure every form of our scan instead")
+    parser.add_argument("--json", type=Path, help="also write the results to FILE")
+    parser.add_argument("--sweep", action="store_true", help="measure every tiling of our scan instead")
     arguments = parser.parse_args()
     torch.manual_seed(0)
     groups = [list(sweep())] if arguments.sweep else [list(measure()), list(measure_boundaries())]

@@ -1,14 +1,17 @@
-"""Compare the kernels of decode states and convolutions with a plain copy of the same number of bytes.
+"""Compare the kernels for decode states and convolutions with a plain copy of the same number of bytes.
 
     PYTHONPATH=. python3 benchmarks/state_kernels.py [--json FILE] [--sweep]
 
-Each figure is the median time of a launch inside a CUDA graph of many, on random data; successive launches use
-different slots and inputs, a GiB in total, so that none are in the L2 cache. A ratio is the time of a plain copy that
-reads and writes the same number of bytes, over the kernel's: only the states for the state update, which with K drafts
-reads one and writes 1 + K; for the replayed form, which is measured with no draft kept, half of them and all, the
-states read and those that folds write; inputs, outputs and windows for the convolutions. The copy is measured up to
-384 MiB read and scaled by bytes beyond that. mamba-ssm's update, if installed, runs on the same number of states, in
-its own layout and without drafts.
+Each time is the median of one launch inside a CUDA graph of many launches, on random data. Successive launches use
+different slots and inputs, one GiB in total, so that none are in the L2 cache. The ratio is the time of a plain copy
+that reads and writes the same number of bytes, divided by the time of the kernel. Copies are measured up to 384 MiB
+read; the times of larger copies are extrapolated. These bytes count:
+
+- State update: only the states. With K drafts, it reads one state and writes 1 + K.
+- Replayed states: the states that are read, and those that folds write. No drafts, half of them or all are accepted.
+- Convolutions: inputs, outputs and windows.
+
+If mamba-ssm is installed, its update runs on the same number of states, in its own layout and without drafts.
 """
 
 import argparse
@@ -44,7 +47,7 @@ D_CONV = 4
 CHUNK = 256
 ROWS = (8, 64, 256)
 DRAFTS = (0, 1, 3, 7)
-PROMPTS = ((1, 4096), (8, 4096))  # rows, tokens of each
+PROMPTS = ((1, 4096), (8, 4096))  # number of prompts, tokens per prompt
 DECODE_SIZES = (64, 256)
 SWEPT = ((64, 0), (256, 0), (64, 3))  # rows, drafts
 SWEPT_REPLAYS = ((64, 0), (64, 3), (64, 7))
@@ -90,7 +93,7 @@ Tiling = VerifyTiling | ReplayTiling | ConvTiling | ConvVerifyTiling
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Sizes of a Mamba layer."""
+    """Dimensions of a Mamba layer."""
 
     name: str
     heads: int
@@ -100,7 +103,7 @@ class Layer:
 
     @property
     def conv_dim(self) -> int:
-        """Channels of the convolution."""
+        """Number of channels of the convolution."""
         return self.heads * self.head_dim + 2 * self.groups * self.d_state
 
     @property
@@ -119,7 +122,7 @@ STATE_DTYPES = (torch.bfloat16, torch.float32)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured case; times in microseconds, `num_bytes` read and written."""
+    """One measured case, with times in microseconds; `num_bytes` are read and written."""
 
     kernel: str
     layer: str
@@ -131,30 +134,30 @@ class Figure:
 
     @property
     def ratio(self) -> float:
-        """Return the speed relative to the copy."""
+        """Speed relative to the plain copy."""
         return self.memcpy_us / self.us
 
     @property
     def gb_per_s(self) -> float:
-        """Return the bandwidth."""
+        """Bandwidth in GB/s."""
         return self.num_bytes / self.us / 1000
 
 
 def timed(
     kernel: str, layer: Layer, case: str, num_bytes: int, launches: Sequence[Launch], tiling: Tiling | None = None
 ) -> Figure:
-    """Measure launches that read and write `num_bytes` each."""
+    """Measure launches that each read and write `num_bytes` in total."""
     us = launch_us(launches, max(2.0, num_bytes / 4e6))
     return Figure(kernel, layer.name, case, tiling, num_bytes, us, copy_us(num_bytes))
 
 
 def num_rotations(num_bytes: int) -> int:
-    """Return how many steps of `num_bytes` each cover ROTATED_BYTES, at least 2 and at most 256."""
+    """Return the number of steps of `num_bytes` each that cover ROTATED_BYTES, from 2 to 256."""
     return min(256, max(2, -(-ROTATED_BYTES // num_bytes)))
 
 
 def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) -> DecodeBatch:
-    """Return requests of 1 + `num_drafts` tokens with slots unique to step `number`, over all accepted counts."""
+    """Return requests of 1 + `num_drafts` tokens with all accepted counts, and slots that only step `number` uses."""
     num_columns = 1 + num_drafts
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = torch.arange(num_rows * num_columns, dtype=torch.int32, device=device)
@@ -163,7 +166,7 @@ def windows_of_step(number: int, num_rows: int, num_drafts: int, device: str) ->
 
 
 def random_tokens(layer: Layer, num_tokens: int, device: str = "cuda") -> SSMTokens:
-    """Return bf16 tokens that are slices of a wider tensor."""
+    """Return bf16 tokens as slices of a wider tensor."""
     gn, d_inner = layer.groups * layer.d_state, layer.heads * layer.head_dim
     xbc = torch.randn(num_tokens, layer.conv_dim, device=device).bfloat16()
     x, b, c = xbc.split([d_inner, gn, gn], dim=1)
@@ -173,13 +176,13 @@ def random_tokens(layer: Layer, num_tokens: int, device: str = "cuda") -> SSMTok
 
 
 def random_weights(layer: Layer, device: str = "cuda") -> SSMWeights:
-    """Return a layer's weights."""
+    """Return random weights of a layer."""
     a_log, skip, bias = torch.randn(3, layer.heads, device=device).unbind()
     return SSMWeights(a_log, skip, bias)
 
 
 class StateBench:
-    """One layer's SSM states and inputs."""
+    """SSM states and inputs of one layer."""
 
     def __init__(self, layer: Layer, dtype: torch.dtype, num_rows: int, num_drafts: int, device: str = "cuda") -> None:
         self.layer, self.num_rows, self.num_drafts = layer, num_rows, num_drafts
@@ -192,7 +195,7 @@ class StateBench:
         self.tokens, self.weights = random_tokens(layer, num_tokens, device), random_weights(layer, device)
 
     def launches(self, tiling: VerifyTiling) -> list[Launch]:
-        """Return the update of each step."""
+        """Return the state update of each step."""
         return [
             lambda rows=rows: state_verify(self.tokens, self.weights, self.pool, rows, tiling) for rows in self.steps
         ]
@@ -211,7 +214,9 @@ class StateBench:
         states = self.pool[: before.shape[0]].float()
         state_error = (states - before.float()).abs().max() / before.float().abs().max()
         if not (error < 0.02 and state_error < 0.02):
-            raise RuntimeError(f"{self.layer.name}: outputs differ by {error:.2e}, states by {state_error:.2e}")
+            raise RuntimeError(
+                f"{self.layer.name}: outputs differ from the reference by {error:.2e}, states by {state_error:.2e}"
+            )
 
 
 class PeerBench:
@@ -229,7 +234,7 @@ class PeerBench:
         self._bias = weights.dt_bias[:, None].expand(over_head)
 
     def launches(self) -> list[Launch]:
-        """Return the update of each step."""
+        """Return the state update of each step."""
         return [lambda slots=slots: self._step(slots) for slots in self._steps]
 
     def _step(self, slots: Tensor) -> object:
@@ -237,7 +242,7 @@ class PeerBench:
 
 
 class ConvBench:
-    """One layer's convolution: weights, and inputs that are slices of a wider projection."""
+    """Convolution of one layer: weights, and inputs that are slices of a wider projection."""
 
     def __init__(self, layer: Layer, device: str = "cuda") -> None:
         self.layer, self.device = layer, device
@@ -245,11 +250,11 @@ class ConvBench:
         self.bias = torch.randn(layer.conv_dim, device=device).bfloat16()
 
     def prompt_bytes(self, num_rows: int, length: int) -> int:
-        """Return the bytes of inputs and outputs."""
+        """Return the bytes of inputs and outputs of prompts."""
         return 2 * num_rows * length * self.layer.conv_dim * 2
 
     def prompts(self, num_rows: int, length: int, tiling: ConvTiling) -> list[Launch]:
-        """Return convolutions of whole prompts, each with its own inputs, which store their windows in slots."""
+        """Return convolutions of whole prompts, each with its own inputs; they store their windows in slots."""
         rows = full_sequences(num_rows, length, CHUNK, torch.device(self.device))
         slots = torch.arange(num_rows, dtype=torch.int32, device=self.device)
         rows = replace(rows, initial_slots=slots, final_slots=slots)
@@ -258,16 +263,16 @@ class ConvBench:
         return [lambda x=x: causal_conv(x, self.weight, self.bias, pool, rows, tiling) for x in inputs]
 
     def peer_prompts(self, num_rows: int, length: int, conv: Peer) -> list[Launch]:
-        """Return causal-conv1d's convolutions of whole prompts, which store no window."""
+        """Return causal-conv1d's convolutions of whole prompts; they store no windows."""
         inputs = [x.unflatten(0, (num_rows, length)).mT for x in self._prompt_inputs(num_rows, length)]
         return [lambda x=x: conv(x, self.weight, self.bias, activation="silu") for x in inputs]
 
     def decode_bytes(self, num_rows: int) -> int:
-        """Return the bytes of inputs, outputs and windows, which are read and written."""
+        """Return the bytes of inputs and outputs, and of windows, which are both read and written."""
         return 2 * num_rows * D_CONV * self.layer.conv_dim * 2
 
     def decodes(self, num_rows: int, tiling: ConvVerifyTiling) -> list[Launch]:
-        """Return steps of one token per request, each with its own slots and inputs."""
+        """Return steps with one token per request, each with its own slots and inputs."""
         layer, count = self.layer, num_rotations(self.decode_bytes(num_rows))
         pool = torch.randn(count * num_rows, D_CONV - 1, layer.conv_dim, device=self.device).bfloat16()
         wide = torch.randn(count, num_rows, layer.projected, device=self.device).bfloat16()
@@ -276,7 +281,7 @@ class ConvBench:
         return [lambda x=x, rows=rows: conv_verify(x, self.weight, self.bias, pool, rows, tiling) for x, rows in steps]
 
     def _prompt_inputs(self, num_rows: int, length: int) -> list[Tensor]:
-        """Return inputs [tokens, conv_dim] of prompts."""
+        """Return inputs of prompts: [tokens, conv_dim]."""
         layer, count = self.layer, num_rotations(self.prompt_bytes(num_rows, length))
         shape = (num_rows * length, layer.projected)
         wide = [torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_() for _ in range(count)]
@@ -294,7 +299,7 @@ def measure_states(
     tilings: Sequence[VerifyTiling],
     peer: Peer | None,
 ) -> Iterator[Figure]:
-    """Measure the state update in every case (rows, drafts) with every tiling, and the peer's without drafts."""
+    """Measure the state update in every case (requests, drafts) with every tiling, and the peer without drafts."""
     for dtype in STATE_DTYPES:
         for num_rows, num_drafts in cases:
             bench = StateBench(layer, dtype, num_rows, num_drafts)
@@ -311,7 +316,7 @@ def measure_states(
 
 
 def kept_counts(num_drafts: int) -> list[int]:
-    """Return the kept tokens of a step if none, half or all of its drafts are right."""
+    """Return the numbers of accepted tokens in a step if none, half or all of its drafts are accepted."""
     return sorted({1, 1 + num_drafts // 2, 1 + num_drafts})
 
 
@@ -320,7 +325,7 @@ def measure_replays(
 ) -> Iterator[Figure]:
     """Measure replayed states in every case (requests, drafts): the mean over a ring's period, including folds.
 
-    A tiling of None is the one that the op chooses. The bytes are those of states read, and of those written by folds.
+    If a tiling is None, the op chooses it. Bytes count for the states that are read, and for those that folds write.
     """
     for dtype in STATE_DTYPES:
         for num_rows, num_drafts in cases:
@@ -343,7 +348,7 @@ def measure_replays(
 def measure_convs(
     layer: Layer, tilings: Sequence[ConvTiling], decode_tilings: Sequence[ConvVerifyTiling]
 ) -> Iterator[Figure]:
-    """Measure both convolutions in every case with every tiling, and causal-conv1d's of prompts if installed."""
+    """Measure both convolutions in every case with every tiling, and causal-conv1d for prompts if it is installed."""
     bench, peer = ConvBench(layer), peer_conv()
     for num_rows, length in PROMPTS:
         num_bytes, case = bench.prompt_bytes(num_rows, length), f"{num_rows} x {length} tokens"
@@ -362,7 +367,7 @@ def measure_convs(
 
 
 def table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line per case, a column per layer."""
+    """Return a Markdown table with a line per case and a column per layer."""
     layers = list(dict.fromkeys(figure.layer for figure in figures))
     found = {(figure.kernel, figure.case, figure.layer): figure for figure in figures}
     lines = ["| kernel | case | " + " | ".join(f"{layer}: µs, GB/s, of memcpy" for layer in layers) + " |"]
@@ -374,7 +379,7 @@ def table(figures: Sequence[Figure]) -> str:
 
 
 def sweep_table(figures: Sequence[Figure]) -> str:
-    """Return the figures as Markdown: a line per case and tiling."""
+    """Return a Markdown table with a line per case and tiling."""
     lines = ["| kernel | layer | case | tiling | µs, GB/s, of memcpy |", "|---|---|---|---|---:|"]
     for figure in figures:
         sizes = ", ".join(f"{name} {size}" for name, size in asdict(figure.tiling).items()) if figure.tiling else ""
@@ -389,7 +394,7 @@ def _cell(figure: Figure | None) -> str:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure the state and convolution kernels against a memcpy.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     parser.add_argument("--sweep", action="store_true", help="compare tilings on the 8B shapes instead")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():

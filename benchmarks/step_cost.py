@@ -1,26 +1,33 @@
-"""Measure decode steps of few and many requests, on the host and the GPU, and the gain of drafts at best.
+"""Measure decode steps of few and many requests, on the host and the GPU, and the maximum gain of drafts.
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--draft-states FORM ...]
         [--spread N] [--waiting N] [--no-drafts] [--host-cache-gb G] [--json FILE]
 
-Steps: requests decode together, without drafts. Their prompts differ by up to 15 tokens, so that requests whose states
-are replayed fold them in different steps, as in a real load. Wall time is the mean over 16 steps, the default ring,
-each the median of three at intervals of 16: each fold counts, a step in which the host was held up does not. With
-`--spread` prompts differ by up to N tokens, so that requests reach the ends of KV blocks one by one, and each step
-counts. With `--waiting` requests wait for a running one to end. Host work is wall time minus the host's waits for the
-step's tokens; much of it overlaps with the GPU's work. GPU time is that of the last step's graphs, replayed back to
-back: its kernels and the short pauses between them; of few requests, none may fold in that step. Idle is wall time
-minus GPU time: the GPU waits for the host. Kernel time is measured over as many steps under torch's profiler
-(`gpu_time`), without pauses. The floor is the bytes of weights, states and KV, and of the experts that as many tokens
-hit on average, at the rate of a plain copy of the same run. "µs a row" is the least-squares slope over the numbers of
-rows. On a CPU there are only wall time and its slope.
+Steps: requests decode together, without drafts. Their prompt lengths differ by up to 15 tokens, so that requests with
+replayed states fold them in different steps, as under a real load. With `--spread`, lengths differ by up to N tokens,
+so that requests reach the ends of KV blocks one by one. With `--waiting`, some requests wait in the queue until a
+running request ends. The columns are:
 
-Drafts: 8 rows, decode steps only, without drafts, with K = 3 that are always right, and with K = 3 that are always
-wrong. A drafter replays a recording. In bf16 a verify step may round differently from a step of one token, so the model
-gets weights that are sure of each token (`sure_model`). The three alternate; a line shows the middle round.
+- Wall time: mean over the 16 steps of a ring's period; each of them is the median of three steps at intervals of 16. It
+  thus includes every fold, but not a step in which the host was delayed by other work. With `--spread`, it is the mean
+  of all steps.
+- Host work: wall time minus the time in which the host waits for tokens. Much of it overlaps with the GPU.
+- GPU time: time of the last step's CUDA graphs, replayed back to back: kernels and the short pauses between them. With
+  few requests, this step may not include a fold.
+- Idle: wall time minus GPU time, in which the GPU waits for the host.
+- Kernel time: measured with torch's profiler over the same number of steps, without pauses (`gpu_time`).
+- Floor: the bytes of weights, states, KV and the experts used on average, at the speed of a plain copy in this run.
+- "µs a row": least-squares slope of a time over the number of requests.
 
-Each form of draft states that is asked for is measured in turn, with the same model; with a host tier's size, each
-without the tier and then with it.
+On a CPU, there are only the wall time and its slope.
+
+Drafts: decode-only steps of 8 requests, without drafts, with three drafts that are always correct, and with three
+drafts that are always wrong. The drafter knows the replies. In bf16, a verify step may round differently from a
+single-token step, so the model gets weights with which each token is nearly certain (`sure_model`). The three cases
+alternate; a line of the table shows the middle round.
+
+Every mode in `--draft-states` is measured in turn with the same model. With `--host-cache-gb`, each mode is measured
+without and with a host tier.
 """
 
 import argparse
@@ -69,7 +76,7 @@ LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """A decode step of some requests, in milliseconds; a CPU has only wall time, and no `replay_ms` without graphs."""
+    """Times of a decode step in milliseconds; only wall time on a CPU, and no `replay_ms` without CUDA graphs."""
 
     num_rows: int
     wall_ms: float
@@ -80,28 +87,28 @@ class StepCost:
 
     @property
     def idle_share(self) -> float | None:
-        """Share of the step in which the GPU waits for the host; without graphs, it includes pauses between kernels."""
+        """Fraction of the step in which the GPU is idle; without CUDA graphs, this includes pauses between kernels."""
         gpu_ms = self.kernels_ms if self.replay_ms is None else self.replay_ms
         return None if gpu_ms is None else max(0.0, 1 - gpu_ms / self.wall_ms)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A straight line through points by least squares: `at_0 + slope * rows`."""
+    """Linear fit `at_0 + slope * rows` by least squares."""
 
     at_0: float
     slope: float
 
     @staticmethod
     def through(xs: Sequence[float], ys: Sequence[float]) -> "Line":
-        """Fit it to two points or more."""
+        """Fit the line to two or more points."""
         slope, at_0 = np.polyfit(xs, ys, 1)
         return Line(float(at_0), float(slope))
 
 
 @dataclass(frozen=True, slots=True)
 class DraftSpeed:
-    """Decode steps with one drafter; `accepted` is the share of its drafts that were accepted."""
+    """Speed of decode steps with one drafter; `accepted` is the fraction of its draft tokens that were accepted."""
 
     tokens_per_s: float
     tokens_per_step: float
@@ -110,7 +117,7 @@ class DraftSpeed:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The replies of requests, and the speed of their steps."""
+    """Replies of the requests, and the speed of their steps."""
 
     replies: dict[int, list[int]]
     speed: DraftSpeed
@@ -124,7 +131,7 @@ def step_costs(
     spread: int | None = None,
     num_waiting: int = 0,
 ) -> list[StepCost]:
-    """Measure decode steps of each number of requests; some more wait for one to end."""
+    """Measure decode steps for each number of requests; in the largest case, `num_waiting` more requests wait."""
     shape = replace(shape, max_requests=max(rows), max_tokens=max(shape.max_tokens, max(rows)))
     with serving_engine(model, shape, MODES["full"]) as engine:
         return [
@@ -142,9 +149,9 @@ def step_cost(
     spread: int | None = None,
     num_waiting: int = 0,
 ) -> StepCost:
-    """Measure decode steps of some requests, whose prompts share no prefix and differ by up to `spread` tokens."""
+    """Measure decode steps of requests whose prompts share no prefix and differ in length by up to `spread` tokens."""
     rng = random.Random(num_rows)
-    # The first rows decode while the others are prefilled in what they leave of a step.
+    # The first requests decode while the others are prefilled, so a step has room for fewer prompt tokens.
     longest = num_prompt + (PERIOD if spread is None else spread)
     num_prefills = num_rows // max(1, (shape.max_tokens - num_rows) // longest) + 1
     num_tokens = num_prefills + NUM_WARMING + 2 * NUM_STEPS + 2
@@ -158,7 +165,7 @@ def step_cost(
     for _ in range(NUM_WARMING):
         engine.step_modern()
     if len(engine.context.running_requests) != num_rows:
-        raise RuntimeError(f"{len(engine.context.running_requests)} of {num_rows} rows decode; raise --kv-gb")
+        raise RuntimeError(f"only {len(engine.context.running_requests)} of {num_rows} requests decode; raise --kv-gb")
     with noted_waits() as waits:
         times = [timed_step(engine) for _ in range(NUM_STEPS)]
     cost = StepCost(num_rows, 1e3 * (mean_of_periods(times) if spread is None else fmean(times)))
@@ -172,12 +179,12 @@ def step_cost(
 
 
 def mean_of_periods(seconds: Sequence[float]) -> float:
-    """Return the mean over a period's steps, each the median of those at intervals of whole periods."""
+    """Return the mean over the steps of a period, each step's time being the median over all periods."""
     return fmean(median(seconds[first::PERIOD]) for first in range(PERIOD))
 
 
 def gpu_times(engine: Any) -> dict[str, float | None]:
-    """Return the GPU's times of a decode step; its tokens are meaningless afterwards."""
+    """Return the GPU times of a decode step; the engine's tokens are meaningless afterwards."""
     timer = gpu_timer(NUM_STEPS)
     timer.start()
     while not timer.add_step(timed_step(engine)):
@@ -199,7 +206,10 @@ def timed_step(engine: Any) -> float:
 
 
 def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int) -> dict[str, DraftSpeed]:
-    """Measure the same prompts without drafts, with right and with wrong ones; the model gets `sure_model` weights."""
+    """Measure the same prompts without drafts, with correct drafts and with wrong drafts.
+
+    The model gets `sure_model` weights.
+    """
     make_sure(model)
     shape = replace(shape, max_requests=DRAFT_ROWS, num_graphs=min(shape.num_graphs, 1))
     rng = random.Random(0)
@@ -218,21 +228,21 @@ def draft_speeds(model: Any, shape: ServedShape, num_prompt: int, num_reply: int
 
 
 def middle(speeds: Sequence[DraftSpeed]) -> DraftSpeed:
-    """Return the median of an odd number of runs."""
+    """Return the median of an odd number of runs, by speed."""
     return sorted(speeds, key=lambda speed: speed.tokens_per_s)[len(speeds) // 2]
 
 
 def record(
     model: Any, shape: ServedShape, prompts: Sequence[Sequence[int]], num_reply: int, drafter: RightDrafter | None
 ) -> Recording:
-    """Serve the prompts together and time the decode-only steps."""
+    """Serve the prompts concurrently and time the decode-only steps."""
     num_drafts = NUM_DRAFTS if drafter else 0
     with serving_engine(model, shape, MODES["full"], num_drafts, drafter) as engine:
         return record_on(engine, prompts, num_reply)
 
 
 def record_on(engine: Any, prompts: Sequence[Sequence[int]], num_reply: int, first_id: int = 0) -> Recording:
-    """Serve the prompts together and time the decode-only steps; requests are numbered from `first_id` on."""
+    """Serve the prompts concurrently and time the decode-only steps; request ids start at `first_id`."""
     for index, prompt in enumerate(prompts):
         send(engine, first_id + index, prompt, num_reply)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
@@ -257,8 +267,8 @@ def _merged(record: Any) -> Any:
 
 
 def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
-    """Return the figures as Markdown, without columns that this machine lacks and drafts that were not measured."""
-    heads = ["rows", "a step, ms"]
+    """Return Markdown tables, without columns that this machine lacks and without drafts if they were not measured."""
+    heads = ["requests", "step, ms"]
     has_gpu = costs[0].kernels_ms is not None
     if has_gpu:
         heads += ["host's work, ms", "GPU's replay, ms", "of that kernels, ms", "GPU idle, %"]
@@ -279,7 +289,7 @@ def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
         return "\n".join(lines)
     lines += [
         "",
-        f"| {DRAFT_ROWS} rows | tokens/s | of no drafts | tokens a step | accepted, % |",
+        f"| {DRAFT_ROWS} requests | tokens/s | relative to no drafts | tokens per step | accepted, % |",
         "|---|---:|---:|---:|---:|",
     ]
     plain = drafts["no drafts"].tokens_per_s
@@ -291,7 +301,7 @@ def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
 
 
 def lines_of(costs: Sequence[StepCost]) -> dict[str, Line]:
-    """Return the growth of wall time and the host's work with requests, in milliseconds; empty for a single number."""
+    """Return how wall time and host work grow with the number of requests, in milliseconds; {} for one number."""
     rows = [cost.num_rows for cost in costs]
     grown = {"A step": [cost.wall_ms for cost in costs]}
     if costs[0].host_ms is not None:
@@ -307,16 +317,20 @@ def main() -> None:
     parser.add_argument(
         "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
     )
-    parser.add_argument("--spread", type=int, metavar="N", help="tokens by which prompts differ")
-    parser.add_argument("--waiting", type=int, default=0, metavar="N", help="requests that wait for a row to end")
+    parser.add_argument("--spread", type=int, metavar="N", help="maximum difference of prompt lengths, in tokens")
+    parser.add_argument(
+        "--waiting", type=int, default=0, metavar="N", help="requests that wait for a running request to end"
+    )
     parser.add_argument("--no-drafts", action="store_true", help="measure steps only")
-    parser.add_argument("--host-cache-gb", type=float, metavar="G", help="GiB of a host tier, measured too")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument(
+        "--host-cache-gb", type=float, metavar="G", help="GiB of host memory; steps with a host tier are also measured"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     if arguments.host_cache_gb is not None and shape.cache_gb is None:
         parser.error("--host-cache-gb needs --cache-gb")
-    num_prompt = shape.block_size * 9 // 8  # a block boundary is a while ahead of the measured steps
+    num_prompt = shape.block_size * 9 // 8  # so that no block ends in the measured steps
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
         shapes = {form: replace(shape, draft_states=form) for form in arguments.draft_states}
@@ -343,7 +357,7 @@ def main() -> None:
 
 
 def figures_of(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> dict[str, Any]:
-    """Return the measurements of one draft-state mode, for JSON."""
+    """Return the measurements of one draft-state mode as JSON types."""
     return {
         "steps": [asdict(cost) | {"idle_share": cost.idle_share} for cost in costs],
         "growth, ms": {name: asdict(line) for name, line in lines_of(costs).items()},

@@ -1,20 +1,23 @@
-"""Measure how much sooner a later turn begins with a cache, and the cache's cost if nothing can hit.
+"""Measure the time to first token of a later turn with a cache, and the cache's cost if no prompt can hit.
 
     PYTHONPATH=. python3 benchmarks/turn_latency.py [--shape NAME] [--recorded FILE]
         [--new-tokens N ...] [--json FILE]
 
-Later turns: conversations of three turns with a long last reply, then a fourth turn, whose time to first token is
-measured, one request at a time, without a cache, with states at boundaries of prompts only, and with states of replies
-too. "Full, no room" is the last one after unrelated prompts have filled its memory: whatever a turn needs, it evicts.
-Each repetition is another conversation, a fraction of a block longer or shorter, so that the boundaries differ; engines
-alternate. The first token must come 8 times sooner than without a cache, as soon without room as with it and, if that
-reply has 1,000 tokens or more, twice as soon as with prompts' boundaries only. With `--recorded`, conversations are
-those of a recorded load, as far as they fit in a request, and the measured turns their last ones.
+Later turns: each conversation has three turns, the last of which has a long reply, and then a fourth turn, whose time
+to first token is measured. One request runs at a time. The caches are: no cache, states at the boundaries of prompts
+only, and states of replies as well ("full"). "Full, no room" is the full cache after unrelated prompts have filled its
+memory, so that each turn must evict. The lengths of the conversations differ by fractions of a block, and engines
+alternate.
 
-No hits: prompts that share no prefix, in an engine with the cache and in one without. They alternate batch by batch and
-take turns to go first, so that the machine's drift affects both. The cache must keep 0.98 of the throughput.
+The first token must come 8 times sooner than without a cache, and as soon without room as with room. If the last reply
+has 1,000 tokens or more, it must come twice as soon as with states at prompt boundaries only. With `--recorded`, the
+conversations are those of a recorded load that fit in a request, and their last turns are measured.
 
-With `--new-tokens`, only this: the first token of turns with these numbers of new tokens after a cached history.
+No hits: prompts that share no prefix, with and without the cache. The two engines alternate batch by batch and take
+turns to go first, so that drift of the machine affects both. The cache must keep 0.98 of the throughput.
+
+With `--new-tokens`, the script measures only the time to first token of turns with these numbers of new tokens after a
+cached history.
 """
 
 import argparse
@@ -57,14 +60,14 @@ FULL, NO_ROOM = "full", "full, no room"
 CACHES = {**MODES, NO_ROOM: MODES[FULL]}
 REQUIRED = {"no cache": 8.0, "prompt boundaries": 2.0}
 REQUIRED_THROUGHPUT = 0.98
-NUM_TURNS = 9  # of each length, with `--new-tokens`
+NUM_TURNS = 9  # turns per length with `--new-tokens`
 NUM_EVICTIONS = 8
 """Number of states that other requests must have evicted before the memory counts as full."""
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """The (user, reply) lengths of the turns before the measured one, and the measured turn's new tokens."""
+    """Lengths (user tokens, reply tokens) of the turns before the measured turn, and the measured turn's new tokens."""
 
     turns: tuple[tuple[int, int], ...]
     new: int
@@ -72,7 +75,7 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The workload of a shape; prompts of the batches cannot hit."""
+    """Workload of a shape; the prompts of its batches cannot hit the cache."""
 
     history: History
     repetitions: int
@@ -101,13 +104,14 @@ CACHED_BLOCKS = {**dict.fromkeys(LARGE_SHAPES, 32), "small": 32, "tiny": 8}
 
 @dataclass(frozen=True, slots=True)
 class TurnLatency:
-    """Latency of the measured turns, by cache; tokens are medians.
+    """Latencies of the measured turns, by cache; numbers of tokens are medians.
 
     Args:
-        first_tokens_ms: Of each repetition, in order.
-        times_sooner: Speedup over each mode without replies' states: median of each repetition's ratio.
-        room: First token without room over that with room: median of each repetition's ratio; None if not measured.
-        floor_ms: Reading all weights, the history's KV and a state, at the rate of a plain copy; None on a CPU.
+        first_tokens_ms: Time to first token in each repetition, in order.
+        times_sooner: Speedup of the full cache over each other cache: median over the repetitions.
+        room: Time to first token without room, relative to that with room: median over the repetitions; None if not
+            measured.
+        floor_ms: Time to read all weights, the history's KV and one state at the speed of a plain copy; None on a CPU.
     """
 
     prompt_tokens: int
@@ -119,13 +123,13 @@ class TurnLatency:
 
     @property
     def first_token_ms(self) -> dict[str, float]:
-        """Medians of the repetitions."""
+        """Median time to first token over the repetitions, in milliseconds."""
         return {name: median(times) for name, times in self.first_tokens_ms.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class ColdThroughput:
-    """Tokens per second when nothing hits; `ratio` is the median over rounds, with the cache over without."""
+    """Tokens per second without hits, by cache; `ratio` is that of the full cache to no cache, median over rounds."""
 
     tokens_per_s: dict[str, float]
     ratio: float
@@ -136,7 +140,7 @@ class ColdThroughput:
 def later_turns(
     model: Any, shape: ServedShape, load: Sequence[Conversation], caches: Mapping[str, Mode] = CACHES
 ) -> TurnLatency:
-    """Measure the last turn of each conversation with every cache; the first conversation is not counted."""
+    """Measure the last turn of each conversation with every cache; the first conversation is only a warmup."""
     milliseconds: dict[str, list[float]] = {name: [] for name in caches}
     cached: dict[str, list[int]] = {name: [] for name in caches}
     with ExitStack() as stack:
@@ -168,7 +172,7 @@ def later_turns(
 
 
 def made_load(shape: ServedShape, scale: Scale) -> list[Conversation]:
-    """Return a conversation for each repetition, and one more before them."""
+    """Return a synthetic conversation for each repetition, and one more for the warmup."""
     rng = random.Random(0)
     *before, last = [*scale.history.turns, (scale.history.new, 2)]
     load = []
@@ -181,16 +185,18 @@ def made_load(shape: ServedShape, scale: Scale) -> list[Conversation]:
 
 
 def recorded_load(path: Path, shape: ServedShape, scale: Scale) -> list[Conversation]:
-    """Return conversations of a recorded load that have a later turn, as many as `made_load`.
+    """Return conversations of a recorded load that have a later turn, as many as `made_load` returns.
 
     Raises:
         OSError: If the file cannot be read.
-        ValueError: If it is in no known format, or too few of its conversations fit.
+        ValueError: If the file has an unknown format, or if too few of its conversations fit.
     """
     load = fitting(recorded_conversations(read_load(path), shape.vocab_size), shape.max_length)
     load = [conversation for conversation in load if len(conversation.turns) > 1][: scale.repetitions + 1]
     if len(load) < 2:
-        raise ValueError(f"{path}: need two conversations of two turns or more in {shape.max_length} tokens")
+        raise ValueError(
+            f"{path} must have two conversations of at least two turns that fit in {shape.max_length} tokens"
+        )
     return load
 
 
@@ -204,7 +210,7 @@ def fill_memory(engine: Any, shape: ServedShape) -> None:
 
 
 def last_prompts(engine: Any, load: Sequence[Conversation]) -> list[list[int]]:
-    """Serve all turns but the last of each conversation, all conversations together; return the last prompts."""
+    """Serve all turns except the last of each conversation, all conversations concurrently; return the last prompts."""
     texts = [[*conversation.prefix, *conversation.turns[0].new_tokens] for conversation in load]
     for number in range(max(len(conversation.turns) for conversation in load) - 1):
         going_on = [index for index, conversation in enumerate(load) if number + 1 < len(conversation.turns)]
@@ -219,7 +225,7 @@ def last_prompts(engine: Any, load: Sequence[Conversation]) -> list[list[int]]:
 
 
 def first_token(engine: Any, request_id: int, prompt: Sequence[int]) -> tuple[float, int]:
-    """Return the seconds from a request's arrival to its first token, and its skipped tokens; end the request."""
+    """Run a request until its first token; return the seconds and the number of skipped prompt tokens."""
     began = time.perf_counter()
     send(engine, request_id, prompt, 2)
     while not engine.get_request(request_id).generated_tokens:
@@ -230,16 +236,16 @@ def first_token(engine: Any, request_id: int, prompt: Sequence[int]) -> tuple[fl
 
 
 def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThroughput:
-    """Measure batches that cannot hit, with and without a cache.
+    """Measure batches that cannot hit the cache, with and without a cache.
 
     Raises:
-        RuntimeError: If a prompt hit.
+        RuntimeError: If a prompt hit the cache.
     """
     seconds: dict[str, list[float]] = {"no cache": [], "full": []}
     rng = random.Random(1)
     with ExitStack() as stack:
         engines = {name: stack.enter_context(serving_engine(model, shape, MODES[name])) for name in seconds}
-        for number in range(-1, scale.rounds):  # the first is not counted
+        for number in range(-1, scale.rounds):  # the first round is a warmup
             ids = range(scale.batch * (number + 1), scale.batch * (number + 2))
             prompts = {request_id: some_tokens(rng, shape, scale.prompt) for request_id in ids}
             for name in rotated(list(seconds), number):
@@ -248,7 +254,7 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
                 if number >= 0:
                     seconds[name].append(time.perf_counter() - began)
         if engines["full"].context.counters.prompt_tokens_skipped:
-            raise RuntimeError("prompts that have nothing in common hit the cache")
+            raise RuntimeError("prompts that share no text must not hit the cache, but one did")
     ratios = [without / full for without, full in zip(seconds["no cache"], seconds["full"], strict=True)]
     num_tokens = scale.batch * (scale.prompt + scale.reply)
     speeds = {name: num_tokens / median(times) for name, times in seconds.items()}
@@ -256,10 +262,10 @@ def cold_throughput(model: Any, shape: ServedShape, scale: Scale) -> ColdThrough
 
 
 def by_new_tokens(model: Any, shape: ServedShape, num_cached: int, lengths: Sequence[int]) -> dict[int, list[float]]:
-    """Return the milliseconds to the first token of turns of each length after cached tokens, in random order.
+    """Return the milliseconds to first token of turns of each length after cached tokens, measured in random order.
 
     Raises:
-        RuntimeError: If a turn found fewer tokens.
+        RuntimeError: If a turn found fewer cached tokens.
     """
     rng = random.Random(0)
     history = some_tokens(rng, shape, num_cached)
@@ -271,16 +277,16 @@ def by_new_tokens(model: Any, shape: ServedShape, num_cached: int, lengths: Sequ
         for number, length in enumerate(order, 1):
             seconds, found = first_token(engine, number, [*history, *some_tokens(rng, shape, length)])
             if found != num_cached:
-                raise RuntimeError(f"a turn found {found} of {num_cached} tokens")
+                raise RuntimeError(f"a turn must find {num_cached} cached tokens, found {found}")
             times[length].append(1e3 * seconds)
     return times
 
 
 def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int | Sequence[int]) -> list[list[int]]:
-    """Run requests, and those already running, to their end; return the replies in the order of the prompts.
+    """Run requests, and those that are already running, to their end; return the replies in the order of the prompts.
 
     Args:
-        num_tokens: Of each reply, or of all.
+        num_tokens: Number of tokens of each reply, or of all replies.
 
     Raises:
         RuntimeError: If a request fails.
@@ -298,27 +304,27 @@ def run(engine: Any, prompts: Mapping[int, Sequence[int]], num_tokens: int | Seq
 
 
 def rotated(names: list[str], number: int) -> list[str]:
-    """Return the names, rotated by `number`."""
+    """Return the names, rotated to the left by `number`."""
     first = number % len(names)
     return names[first:] + names[:first]
 
 
 def some_tokens(rng: random.Random, shape: ServedShape, count: int) -> list[int]:
-    """Return random tokens."""
+    """Return random token ids."""
     return [rng.randrange(shape.vocab_size) for _ in range(count)]
 
 
 def latency_table(latency: TurnLatency) -> str:
-    """Return the first tokens of later turns as Markdown."""
-    lines = [f"A later turn, {latency.prompt_tokens:,} tokens with its history:", ""]
+    """Return the times to first token of later turns as a Markdown table."""
+    lines = [f"A later turn, {latency.prompt_tokens:,} prompt tokens including the history:", ""]
     medians = latency.first_token_ms
-    lines += ["| engine | tokens skipped | first token, ms | the full cache's is sooner by | required |"]
+    lines += ["| engine | tokens without prefill | time to first token, ms | speedup of the full cache | goal |"]
     lines += ["|---|---:|---:|---:|---:|"]
     for name, first_token_ms in medians.items():
         sooner = f"{latency.times_sooner[name]:.2f} | {REQUIRED[name]:g}" if name in latency.times_sooner else " | "
         lines.append(f"| {name} | {latency.cached_tokens[name]:,} | {first_token_ms:,.2f} | {sooner} |")
     if latency.room is not None:
-        lines += ["", f"Without room the first token takes {latency.room:.3f} times as long as with it."]
+        lines += ["", f"Without room, the time to first token is {latency.room:.3f} times that with room."]
     if latency.floor_ms is not None:
         times = medians[FULL] / latency.floor_ms
         lines += ["", f"Reading all weights, the history's KV and a state takes {latency.floor_ms:.2f} ms; the full "]
@@ -327,17 +333,17 @@ def latency_table(latency: TurnLatency) -> str:
 
 
 def cold_sentence(cold: ColdThroughput) -> str:
-    """Return the throughput of batches that cannot hit as a sentence."""
+    """Return the throughput of batches that cannot hit the cache as a sentence."""
     speeds = ", ".join(f"{name} {speed:,.0f}" for name, speed in cold.tokens_per_s.items())
     return (
-        f"Where nothing can hit, prompt and generated tokens/s: {speeds}; with the cache {cold.ratio:.3f} of without "
+        f"Without hits, prompt and generated tokens/s: {speeds}; with the cache {cold.ratio:.3f} of without "
         f"({cold.lowest:.3f} to {cold.highest:.3f}; required {REQUIRED_THROUGHPUT})."
     )
 
 
 def table_of_lengths(times: Mapping[int, Sequence[float]]) -> str:
-    """Return first tokens by the number of new tokens as Markdown."""
-    lines = ["| new tokens | first token, ms | fastest |", "|---:|---:|---:|"]
+    """Return the times to first token by number of new tokens as a Markdown table."""
+    lines = ["| new tokens | time to first token, ms | fastest, ms |", "|---:|---:|---:|"]
     lines += [f"| {length:,} | {median(ms):.2f} | {min(ms):.2f} |" for length, ms in times.items()]
     return "\n".join(lines)
 
@@ -347,11 +353,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="conversations of a recorded load")
-    parser.add_argument("--only-cached", action="store_true", help="the later turn with the full cache, nothing else")
-    parser.add_argument("--caches", nargs="+", choices=CACHES, default=list(CACHES), help="of the later turn")
-    parser.add_argument("--rounds", type=int, metavar="N", help="batches without hits that are counted; 0 is none")
-    parser.add_argument("--new-tokens", type=int, nargs="+", metavar="N", help="of turns after a cached history")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
+    parser.add_argument("--only-cached", action="store_true", help="measure only the later turn with the full cache")
+    parser.add_argument(
+        "--caches", nargs="+", choices=CACHES, default=list(CACHES), help="caches with which the later turn is measured"
+    )
+    parser.add_argument("--rounds", type=int, metavar="N", help="measured batches without hits; 0: none")
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="measure only turns with N new tokens after a cached history",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape, scale = shape_of(parser, arguments, LIMITS), SCALES[arguments.shape]
     try:
@@ -382,7 +396,7 @@ def main() -> None:
 
 
 def write(path: Path | None, figures: Mapping[str, Any]) -> None:
-    """Write figures as JSON if a path is given."""
+    """Write the results as JSON if a path is given."""
     if path:
         path.write_text(json.dumps(figures, indent=2) + "\n")
 

@@ -1,4 +1,4 @@
-"""Build an engine from a model and settings."""
+"""Build an engine from a model and a `CacheConfig`."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,11 +30,11 @@ _SEEDS = (0x243F6A8885A308D3, 0x13198A2E03707344)
 
 @torch.no_grad()
 def weights_digest(named_tensors: Iterable[tuple[str, Tensor]]) -> bytes:
-    """Return a 32-byte digest of the names, shapes, dtypes and contents of tensors, in any order.
+    """Return a 32-byte digest of the tensors' names, shapes, dtypes and contents; their order does not matter.
 
     The bytes of a tensor are read as 64-bit words on its device. Each word is multiplied by an odd number derived from
     its index, and the products are added modulo 2**64, twice with different multipliers. If a single word differs, the
-    digest always differs; if several words differ, it is the same with a probability of 2**-126.
+    digest always differs; if several words differ, the probability of an equal digest is 2**-126.
     """
     whole = hashlib.sha256()
     for name, tensor in sorted(named_tensors, key=lambda pair: pair[0]):
@@ -52,7 +52,7 @@ def _sum_of(tensor: Tensor, seed: int) -> int:
 
 
 def _words_of(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Yield (offset, int64 words) for consecutive chunks of a tensor's bytes, with the last word zero-padded."""
+    """Yield (offset in words, int64 words) for consecutive chunks of a tensor's bytes; the last word is zero-padded."""
     octets = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     size = _WORDS_AT_ONCE * _WORD_BYTES
     for first in range(0, octets.numel(), size):
@@ -96,11 +96,11 @@ class TokenIdTokenizer:
         self.longest_token = len(f"{vocab_size} ")
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:
-        """Parse token ids from a text; `add_special_tokens` has no effect, because there are no special tokens."""
+        """Parse the token ids in a text; `add_special_tokens` has no effect, because there are no special tokens."""
         return [int(word) for word in text.split()]
 
     def detokenize(self, tokens: list[int], **_: Any) -> str:
-        """Return the text for token ids."""
+        """Return token ids as decimal numbers separated by spaces."""
         return " ".join(str(token) for token in tokens)
 
     def bytes_of(self, token: int) -> bytes:
@@ -121,7 +121,7 @@ def build_engine(
     """Build an engine that serves a model with prefix caching.
 
     With tensor or pipeline parallelism, each rank must build an engine, add the same requests in the same order and run
-    the same number of steps; each rank then gets all tokens. With expert parallelism alone, each rank has its own
+    the same number of steps; every rank then returns all tokens. With expert parallelism alone, each rank has its own
     requests, but all ranks run each step together.
 
     Args:
@@ -133,8 +133,8 @@ def build_engine(
         random_seed: Seed for requests that do not set one.
         materialize_only_last_token_logits: True to compute logits only where a token is sampled or verified; False to
             compute them for every token in every step.
-        scores_prompts: True to allow requests for prompt log-probs, although only the last logits are materialized; see
-            `prompt_log_probs`. A step that scores a prompt uses no CUDA graph; other steps are unaffected.
+        scores_prompts: True to allow requests for prompt log-probs while only the last logits are materialized (see
+            `step/prompt_log_probs.py`). A step that scores a prompt uses no CUDA graph; other steps are unaffected.
 
     Raises:
         ValueError: If, on any rank, the model is not hybrid, lacks the caching modules or does not match `config`.
@@ -201,4 +201,6 @@ def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: b
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
     if num_stages > 1:
-        raise ValueError(f"{name} reads hidden states, which exist only on the last of {num_stages} pipeline stages")
+        raise ValueError(
+            f"{name} reads hidden states, which exist only on the last of {num_stages} pipeline stages; use 1 stage"
+        )

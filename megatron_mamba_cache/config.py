@@ -13,7 +13,7 @@ _USUAL_GRAPH_TOKENS = 4096
 _MOST_USUAL_GRAPH_TOKENS = 8192
 
 SUMMANDS: Mapping[str, float] = MappingProxyType({"buffer_size_gb": 4.0, "prefix_caching_mamba_gb": 1.0})
-"""Default GiB of each of Megatron's two memory settings, whose sum is the budget if `cache_gb` is None."""
+"""Defaults in GiB of Megatron's two memory settings, which add up to the budget if `cache_gb` is None."""
 
 BUDGET = ("cache_gb", *SUMMANDS)
 """Names of the settings that determine the memory for KV blocks and states."""
@@ -42,28 +42,28 @@ def _is_count(value: Any, least: int) -> bool:
     return type(value) is int and value >= least
 
 
-_GB = _Rule(lambda value: value is None or _is_gb(value), f"from 0 to below {_MOST_GB}, a number of GiB")
+_GB = _Rule(lambda value: value is None or _is_gb(value), f"a number of GiB, at least 0 and below {_MOST_GB}")
 _SOME_GB = _Rule(
-    lambda value: value is None or (_is_gb(value) and value > 0), f"more than 0 and below {_MOST_GB}, a number of GiB"
+    lambda value: value is None or (_is_gb(value) and value > 0), f"a number of GiB, more than 0 and below {_MOST_GB}"
 )
 _COUNT = _Rule(lambda value: value is None or _is_count(value, 0), "None or an int of at least 0")
 _STRIDE = _Rule(lambda value: value in (None, "all") or _is_count(value, 1), "None, 'all' or an int of at least 1")
-_PATH = _Rule(lambda value: value is None or (value != "" and is_encodable(value)), "a path")
-_TEXT = _Rule(is_encodable, "Unicode text")
+_PATH = _Rule(lambda value: value is None or (value != "" and is_encodable(value)), "a non-empty path")
+_TEXT = _Rule(is_encodable, "a str that can be encoded as UTF-8")
 
 REMOVED: Mapping[str, str] = MappingProxyType(
     {
-        "chunked_prefill": "a prompt takes as many steps of max_tokens tokens as it needs",
+        "chunked_prefill": "prompts of more than max_tokens tokens are always split over several steps",
         "paused_buffer_size_gb": "paused requests keep at most a quarter of the KV blocks",
-        "ring_len": "block_size_tokens decides after how many tokens a replayed state is written, at most 16",
+        "ring_len": "a replayed state is written after at most 16 tokens, depending on block_size_tokens",
     }
 )
-"""Replacements of settings of earlier releases."""
+"""Settings of earlier releases, each with a note on its replacement for the error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """Settings for a `MambaCacheContext`; every value is checked on construction.
+    """Settings of an engine and its cache; every value is checked on construction.
 
     Memory sizes are in GiB (2**30 bytes) per rank. docs/settings.md describes each field and its flags.
 
@@ -77,7 +77,7 @@ class CacheConfig:
         buffer_size_gb, prefix_caching_mamba_gb: Megatron's settings, which add up to cache_gb; None: 4 and 1.
         prefix_caching: True to reuse cached prefixes of prompts.
         boundary_stride: n to cache a state at every n-th block boundary of a prompt, in addition to the boundaries that
-            are chosen anyway; "all" is the same as 1. None: only the chosen boundaries.
+            `select_boundaries` chooses; "all" is the same as 1. None: only those boundaries.
         decode_checkpoints: Block boundaries in a reply whose states are kept: only the newest ("rolling"), "all" or
             "none".
         eviction: "cost" evicts the state that is expected to save the fewest prompt tokens per byte, "lru" the least
@@ -100,13 +100,13 @@ class CacheConfig:
         cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096 or more.
         run_ahead: True to launch a captured step before the preceding step's tokens are read by the host.
         resident_pools: True to keep the device memory and CUDA graphs of a suspended engine.
-        rank_digest_steps: Number of steps between comparisons of the ranks' decisions, which raise if decisions differ;
-            0: never compare.
+        rank_digest_steps: Number of steps between comparisons of the ranks' decisions; if decisions differ, an error is
+            raised. 0: never compare.
         weights_version: Part of every block key, so that states computed by other weights are never reused.
 
     Raises:
-        ValueError: Naming the setting, the value and the allowed values.
-        TypeError: Naming a removed setting and its replacement.
+        ValueError: If a value is invalid; the message names the setting, the value and the allowed values.
+        TypeError: If a removed setting is given; the message names its replacement.
     """
 
     block_size_tokens: int = 256
@@ -164,7 +164,7 @@ class CacheConfig:
         **dict.fromkeys(("prefix_caching", "adaptive_drafts", "align_prefill_chunks"), bool),
         **dict.fromkeys(("run_ahead", "resident_pools"), bool),
     }
-    """Allowed values of each setting: ints, words, a bool, or a `_Rule`."""
+    """Allowed values of each setting: a range, a tuple of values, `bool`, or a `_Rule`."""
 
     def __new__(cls, *_: object, **settings: object) -> "CacheConfig":
         for name in settings.keys() & REMOVED.keys():
@@ -180,17 +180,15 @@ class CacheConfig:
         if self.draft_states == "replay" and self.block_size_tokens % _SHORTEST_FOLD:
             raise ValueError(
                 f"draft_states is 'replay' and block_size_tokens is {self.block_size_tokens}, which is not a multiple "
-                f"of {_SHORTEST_FOLD}: set --inference-dynamic-batching-block-size to a multiple of it, or "
-                "--draft-states window"
+                f"of {_SHORTEST_FOLD}: set --block-size to a multiple of {_SHORTEST_FOLD}, or use --draft-states window"
             )
 
     def resolved(self, *, prefers_replay: bool = False, most_launched: int = 0) -> "CacheConfig":
-        """Return the settings with `draft_states` "auto" and `cuda_graph_prefill_tokens` None replaced by values.
+        """Return the settings with `draft_states` "auto" and `cuda_graph_prefill_tokens` None set to definite values.
 
         Args:
             prefers_replay: True if "auto" selects "replay", provided that the block size allows it.
-            most_launched: Number of prompt tokens up to which launching a step takes the host longer than computing it
-                takes the device.
+            most_launched: Maximum number of prompt tokens for which launching a step takes longer than computing it.
         """
         usual = max(_USUAL_GRAPH_TOKENS, min(most_launched, self.max_tokens, _MOST_USUAL_GRAPH_TOKENS))
         tokens = usual if self.cuda_graph_prefill_tokens is None else self.cuda_graph_prefill_tokens
@@ -260,11 +258,12 @@ class CacheConfig:
             object.__setattr__(self, name, None)
         for name, above in (("disk_cache_gb", "disk_cache_dir"), ("disk_cache_dir", "host_cache_gb")):
             if getattr(self, name) is not None and getattr(self, above) is None:
-                needs = f"--{above.replace('_', '-')}; set it, or leave {name} out"
-                raise ValueError(f"{name} is {getattr(self, name)!r}, which needs {needs}")
+                flag = f"--{above.replace('_', '-')}"
+                raise ValueError(f"{name} is {getattr(self, name)!r}, but requires {flag}: set it, or leave {name} out")
         if self.host_cache_gb is not None and not self.prefix_caching:
             raise ValueError(
-                f"host_cache_gb is {self.host_cache_gb!r}, which needs prefix caching; leave one of them out"
+                f"host_cache_gb is {self.host_cache_gb!r}, but requires prefix_caching=True: leave host_cache_gb out, "
+                "or enable prefix caching"
             )
 
     def _check_limits(self) -> None:
@@ -274,11 +273,11 @@ class CacheConfig:
         _require(requests <= tokens, "max_tokens", tokens, f"at least max_requests={requests}")
         limit = self.max_prompt_tokens_beside_decode
         is_count = type(limit) is int and 1 <= limit <= tokens
-        allowed_prompt = f"an int from 1 to max_tokens={tokens}, or left out"
+        allowed_prompt = f"None or an int from 1 to max_tokens={tokens}"
         _require(limit is None or is_count, "max_prompt_tokens_beside_decode", limit, allowed_prompt)
         num_entries = requests * -(-length // block)
-        entries = f"the {num_entries} KV blocks of max_requests={requests} at block_size_tokens={block}"
-        allowed_length = f"so short that it has {entries} below {_MOST_TABLE_ENTRIES}"
+        needed = f"max_requests={requests} requests of this length need {num_entries} KV blocks of {block} tokens"
+        allowed_length = f"shorter, because {needed}; fewer than {_MOST_TABLE_ENTRIES} blocks are supported"
         _require(num_entries < _MOST_TABLE_ENTRIES, "max_sequence_length", length, allowed_length)
 
 

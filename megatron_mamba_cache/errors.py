@@ -40,10 +40,10 @@ class CacheBudgetError(ValueError):
     Args:
         found_gb, least_gb: Configured budget and minimum sufficient budget in GiB.
         max_sequence_length: Maximum number of tokens per request.
-        share: Fraction of the budget that this model has; with a draft model, the two models share the budget.
+        share: Fraction of the budget that this model gets; below 1 if a draft model shares the budget.
         num_live: Number of requests whose live states are allocated in advance; 0 if live states are allocated when a
             request is admitted.
-        is_draft: True for a draft model, whose part of the budget limits the length of texts that it can draft for.
+        is_draft: True if this model is the draft model, which drafts only for requests that fit in its part.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class CacheBudgetError(ValueError):
         self.least_gb = least_gb
         self.max_sequence_length = max_sequence_length
         self.num_live = num_live
-        part = "" if share == 1 else f", of which this model has {share:.0%}"
-        live = f" next to the live states of max_requests={num_live}" if num_live else ""
+        part = "" if share == 1 else f" ({share:.0%} of it for this model)"
+        live = f" in addition to the live states of max_requests={num_live} requests" if num_live else ""
         ending = f", or lower --max-model-len{' or max_requests' if num_live else ''}"
         if is_draft:
-            ending = "; it drafts only for texts that fit in its part"
+            ending = "; the draft model drafts only for requests that fit in its part"
         super().__init__(
             f"cache_gb is {found_gb:g} GiB{part}, which cannot hold one request of max_sequence_length="
-            f"{max_sequence_length} tokens with its states{live}: set --cache-gb to "
+            f"{max_sequence_length} tokens and its states{live}: set --cache-gb to "
             f"{math.ceil(least_gb * 1e6) / 1e6:f} or more{ending}"
         )
 
     def of_whole(self, share: float, *, is_draft: bool = False) -> "CacheBudgetError":
-        """Return this error for the budget of both models, of which this model has the fraction `share`."""
+        """Return this error for the budget of both models, of which this model gets the fraction `share`."""
         found_gb, least_gb = self.found_gb / share, self.least_gb / share
         length, num_live = self.max_sequence_length, self.num_live
         return CacheBudgetError(found_gb, least_gb, length, share, num_live, is_draft=is_draft)

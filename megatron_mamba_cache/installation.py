@@ -29,7 +29,7 @@ class Unmet:
 
     Args:
         requirement: Requirement such as "torch>=2.9".
-        found: Installed version, which is not accepted; None if the distribution is not installed.
+        found: Installed version, which does not satisfy the requirement; None if the distribution is not installed.
     """
 
     requirement: str
@@ -59,7 +59,7 @@ def require_extra(extra: str, purpose: str) -> None:
         purpose: Feature that needs the extra, for the error message, such as "a coordinator".
 
     Raises:
-        MissingExtraError: Naming the missing distributions, the purpose and the install command.
+        MissingExtraError: If a distribution is missing; the message names it, the purpose and the install command.
     """
     try:
         missing = [unmet.requirement for unmet in unmet_requirements(extra) if unmet.found is None]
@@ -67,8 +67,8 @@ def require_extra(extra: str, purpose: str) -> None:
         return  # requirements are unknown without metadata; later imports report missing modules
     if missing:
         raise MissingExtraError(
-            f"{purpose} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed: "
-            f"{install_command(extra)}"
+            f"{purpose} needs {', '.join(missing)}, which {'is' if len(missing) == 1 else 'are'} not installed; "
+            f"run {install_command(extra)}"
         )
 
 

@@ -1,4 +1,4 @@
-"""Metrics of the cache: counters that only increase, and a snapshot that adds the memory in use."""
+"""Metrics of the cache: counters that only increase, and a snapshot of the counters and the memory in use."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -22,7 +22,9 @@ class CacheCounters:
     drafting_failures: int = 0  # number of steps without drafts because the drafter raised
     drafts_at: list[int] = field(default_factory=list)  # number of draft tokens at each position after the base token
     accepted_at: list[int] = field(default_factory=list)  # number of accepted draft tokens at each position
-    requests_without_hit: dict[str, int] = field(default_factory=dict)  # number of first admissions, by reason
+    requests_without_hit: dict[str, int] = field(
+        default_factory=dict
+    )  # first admissions without a cache hit, by reason
     states_reserved: int = 0
     states_published: int = 0
     decode_states_published: int = 0
@@ -42,7 +44,7 @@ class CacheCounters:
     states_read_from_disk: int = 0
     disk_writes_failed: int = 0
     disk_reads_failed: int = 0
-    states_evicted: int = 0  # evictions from memory since freed by a suspend; a snapshot adds later evictions
+    states_evicted: int = 0  # evictions before the last suspend that freed the memory; a snapshot adds later ones
     kv_blocks_evicted: int = 0  # same convention as `states_evicted`
     steps: int = 0
     graph_steps: int = 0  # number of steps that replayed a CUDA graph
@@ -115,7 +117,7 @@ class CacheSnapshot:
         return CacheSnapshot(CacheCounters(**counters), **{n: v for n, v in values.items() if n not in names})
 
     def as_dict(self) -> dict[str, object]:
-        """Return the snapshot as one flat dict, including the counters, of values that JSON can represent."""
+        """Return the snapshot, including the counters, as one flat dict of JSON-serializable values."""
         values = asdict(self)
         counters: dict[str, object] = values.pop("counters")
         return counters | values

@@ -199,7 +199,7 @@ class MLPLayer:
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """How a router selects the best experts of each token.
+    """Rule by which a router selects the top-k experts of each token.
 
     Args:
         top_k: Experts of a token.

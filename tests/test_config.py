@@ -21,19 +21,19 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
 @pytest.mark.parametrize(
     ("name", "value", "allowed"),
     [
-        ("block_size_tokens", 0, "at least 1"),
-        ("max_requests", 0, "at least 1"),
-        ("max_tokens", -5, "at least 1"),
-        ("max_prompt_tokens_beside_decode", 0, "an int from 1 to max_tokens=8192, or left out"),
+        ("block_size_tokens", 0, "an int from 1 to 2147483647"),
+        ("max_requests", 0, "an int from 1 to 1048575"),
+        ("max_tokens", -5, "an int from 1 to 2147483647"),
+        ("max_prompt_tokens_beside_decode", 0, "None or an int from 1 to max_tokens=8192"),
         ("max_prompt_tokens_beside_decode", True, "an int from 1"),
         ("max_prompt_tokens_beside_decode", 8193, "an int from 1 to max_tokens=8192"),
-        ("max_sequence_length", 0, "at least 1"),
+        ("max_sequence_length", 0, "an int from 1 to 2147483647"),
         ("buffer_size_gb", 0.0, "more than 0"),
         ("buffer_size_gb", NAN, "more than 0"),
         ("buffer_size_gb", INFINITE, "below 1048576"),
         ("prefix_caching_mamba_gb", INFINITE, "below 1048576"),
-        ("prefix_caching_mamba_gb", -0.5, "from 0 to"),
-        ("prefix_caching_mamba_gb", NAN, "from 0 to"),
+        ("prefix_caching_mamba_gb", -0.5, "at least 0 and below"),
+        ("prefix_caching_mamba_gb", NAN, "at least 0 and below"),
         ("buffer_size_gb", "4", "a number of GiB"),
         ("buffer_size_gb", True, "a number of GiB"),
         ("cache_gb", "4", "a number of GiB"),
@@ -42,16 +42,20 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("prefix_caching_mamba_gb", False, "a number of GiB"),
         ("boundary_stride", 0, "None, 'all' or an int of at least 1"),
         ("max_tokens", 63, "max_requests=64"),
-        ("max_requests", 2**20, "below 1048576"),
-        ("max_tokens", 10**12, "below 2147483648"),
-        ("max_sequence_length", 10**12, "below 2147483648"),
-        ("max_sequence_length", 2**30, "max_requests=64 at block_size_tokens=256 below 268435456"),
+        ("max_requests", 2**20, "an int from 1 to 1048575"),
+        ("max_tokens", 10**12, "an int from 1 to 2147483647"),
+        ("max_sequence_length", 10**12, "an int from 1 to 2147483647"),
+        (
+            "max_sequence_length",
+            2**30,
+            "max_requests=64 requests of this length need 268435456 KV blocks of 256 tokens; fewer than 268435456",
+        ),
         ("prefix_caching", "no", "True or False"),
         ("prefix_caching", None, "True or False"),
         ("align_prefill_chunks", 1, "True or False"),
         ("resident_pools", 1, "True or False"),
-        ("weights_version", "\ud800", "Unicode text"),
-        ("weights_version", 5, "Unicode text"),
+        ("weights_version", "\ud800", "a str that can be encoded as UTF-8"),
+        ("weights_version", 5, "a str that can be encoded as UTF-8"),
         ("decode_checkpoints", "newest", "one of ('rolling', 'all', 'none')"),
         ("decode_checkpoints", None, "one of ('rolling', 'all', 'none')"),
         ("num_speculative_tokens", -1, "an int from 0 to 8"),
@@ -107,7 +111,7 @@ def test_settings_at_their_limits_are_accepted(settings: dict[str, object]) -> N
 
 
 @pytest.mark.parametrize("block_size", [1, 4, 8])
-def test_drafts_that_exceed_a_block_are_refused(block_size: int) -> None:
+def test_num_speculative_tokens_must_be_less_than_the_block_size(block_size: int) -> None:
     with pytest.raises(ValueError, match=f"num_speculative_tokens is 8.*below block_size_tokens={block_size}$"):
         CacheConfig(num_speculative_tokens=8, block_size_tokens=block_size)
 
@@ -141,7 +145,7 @@ def test_changed_copy_of_the_settings_is_validated() -> None:
         dataclasses.replace(CacheConfig(), buffer_size_gb=-1.0)
 
 
-def test_no_flags_mean_the_defaults() -> None:
+def test_settings_without_flags_are_the_defaults() -> None:
     assert parsed() == CacheConfig()
 
 
@@ -171,12 +175,12 @@ def test_given_settings_are_the_defaults_for_flags() -> None:
     assert config == CacheConfig(block_size_tokens=64, max_requests=3, buffer_size_gb=2.0)
 
 
-def test_flag_wins_over_a_setting() -> None:
+def test_flag_overrides_a_setting() -> None:
     assert parsed("--inference-dynamic-batching-block-size=64", block_size_tokens=128).block_size_tokens == 64
     assert not parsed("--no-prefix-caching", prefix_caching=True).prefix_caching
 
 
-def test_flag_of_zero_counts_as_given() -> None:
+def test_flag_with_value_zero_overrides_the_default() -> None:
     assert parsed("--inference-dynamic-batching-prefix-caching-mamba-gb=0").cache_gb == 4.0
     assert parsed("--num-speculative-tokens=0", num_speculative_tokens=4).num_speculative_tokens == 0
 
@@ -210,7 +214,7 @@ def test_cache_gb_flag_replaces_the_default() -> None:
     ("settings", "message"),
     [
         ({"draft_states": "ring"}, "draft_states is 'ring'"),
-        ({"draft_states": "replay", "block_size_tokens": 6}, "not a multiple of 4: set --inference-dynamic-batching-"),
+        ({"draft_states": "replay", "block_size_tokens": 6}, "not a multiple of 4: set --block-size"),
     ],
 )
 def test_unusable_draft_states_are_refused(settings: dict[str, Any], message: str) -> None:
@@ -219,7 +223,7 @@ def test_unusable_draft_states_are_refused(settings: dict[str, Any], message: st
 
 
 @pytest.mark.parametrize(("block", "fold_len"), [(256, 16), (16, 16), (24, 8), (4, 4)])
-def test_replay_length_is_the_longest_that_divides_the_block_size(block: int, fold_len: int) -> None:
+def test_fold_length_is_the_largest_that_divides_the_block_size(block: int, fold_len: int) -> None:
     config = CacheConfig(block_size_tokens=block, draft_states="replay", num_speculative_tokens=3).resolved()
     assert (config.fold_len, config.replays, config.num_draft_slots) == (fold_len, True, 0)
     either = dataclasses.replace(config, draft_states="auto")
@@ -228,7 +232,7 @@ def test_replay_length_is_the_longest_that_divides_the_block_size(block: int, fo
     assert either.resolved(prefers_replay=True) == config
 
 
-def test_requested_draft_states_do_not_depend_on_speed() -> None:
+def test_explicit_draft_states_setting_overrides_the_models_preference() -> None:
     assert not CacheConfig(draft_states="window").resolved(prefers_replay=True).replays
     assert CacheConfig(draft_states="replay").resolved(prefers_replay=False).replays
     odd = CacheConfig(block_size_tokens=6, cuda_graph_prefill_tokens=0)

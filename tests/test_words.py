@@ -237,7 +237,7 @@ def fields_of_requests() -> frozenset[str]:
 
 
 @pytest.mark.parametrize("clean", CLEAN)
-def test_clean_folder_uses_the_words_of_the_field(clean: str) -> None:
+def test_folder_contains_no_forbidden_words(clean: str) -> None:
     files = python_files(clean)
     assert files
     assert [violation for file in files for violation in violations(file, fields_of_requests())] == []
@@ -273,7 +273,7 @@ def test_planted_forbidden_word_is_found(planted: str, tmp_path: Path) -> None:
     assert found and all(instead in violation for violation in found)
 
 
-def test_words_of_the_field_pass(tmp_path: Path) -> None:
+def test_text_without_forbidden_words_passes(tmp_path: Path) -> None:
     source = (
         '"""Fold the replay ring in place."""\n'
         "def f(row, rows, request: RunningRequest):\n"

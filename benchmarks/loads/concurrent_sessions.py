@@ -1,4 +1,4 @@
-"""Concurrent sessions that differ from a file's: more of them, or with replies left out of the prompts."""
+"""Variants of recorded sessions: more concurrent sessions, or prompts without earlier replies."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,10 +10,12 @@ from megatron_mamba_cache.policy.identifiers import BlockKey
 
 
 def with_repeats(load: RecordedLoad, num_sessions: int) -> RecordedLoad:
-    """Return a load of this many sessions, whose starts are spread evenly over the same time as those of a file.
+    """Return a load of `num_sessions` sessions, repeating the recorded ones with different texts if there are too few.
+
+    Their starts are spread evenly over the time in which the recorded sessions start.
 
     Args:
-        load: Sessions of an agent.
+        load: Recorded sessions of an agent.
     """
     by_session: dict[int, list[RecordedRequest]] = {}
     for request in load.requests:
@@ -36,7 +38,7 @@ def with_repeats(load: RecordedLoad, num_sessions: int) -> RecordedLoad:
 
 
 def without_replies(texts: Sequence[BlockText], block_size: int) -> list[BlockText]:
-    """Return texts whose blocks after the prompt are unique: no later prompt repeats the reply."""
+    """Return the texts with unique blocks for the replies, so that no later prompt contains a reply."""
     fresh = count(1 + max((key for text in texts for key in text.keys), default=0))
     in_prompt = [text.prompt_len // block_size for text in texts]
     return [

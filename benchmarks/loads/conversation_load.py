@@ -1,7 +1,7 @@
-"""Open-loop loads of multi-turn conversations, generated from a seed or read from a trace, without torch.
+"""Open-loop loads of multi-turn conversations, generated from a seed or read from a trace. Needs no torch.
 
-A load is open-loop: sessions arrive as a Poisson process, whatever the server does. Within a session each turn waits
-for the reply before it, and then for the user's think time.
+In an open-loop load, sessions arrive as a Poisson process that does not depend on the server. Within a session, each
+turn arrives after the reply to the preceding turn and the user's think time.
 """
 
 import json
@@ -19,9 +19,9 @@ class Turn:
     """One request of a conversation.
 
     Args:
-        think_s: From the end of the reply before it, or the session's arrival, to this turn's arrival.
-        new_tokens: What the user adds to the history.
-        num_reply: Tokens to generate.
+        think_s: Seconds from the end of the preceding reply, or from the arrival of the session, to this request.
+        new_tokens: Tokens that the user adds to the history.
+        num_reply: Number of tokens to generate.
     """
 
     think_s: float
@@ -31,11 +31,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """A session: a turn's prompt is `prefix`, all earlier turns with their replies, and the turn's new tokens.
+    """A session; the prompt of each turn is `prefix`, all earlier turns and replies, and the turn's new tokens.
 
     Args:
-        arrival_s: Arrival of the session, from the start of the load.
-        prefix: System prompt, few-shot examples or repository files, shared with other conversations; may be empty.
+        arrival_s: Arrival of the session, in seconds from the start of the load.
+        prefix: System prompt, few-shot examples or files of a repository, shared with other sessions; may be empty.
     """
 
     arrival_s: float
@@ -43,14 +43,17 @@ class Conversation:
     turns: tuple[Turn, ...]
 
     def slower(self, factor: float) -> "Conversation":
-        """Return the conversation with every time multiplied."""
+        """Return the conversation with all times multiplied by `factor`."""
         turns = tuple(replace(turn, think_s=turn.think_s * factor) for turn in self.turns)
         return Conversation(self.arrival_s * factor, self.prefix, turns)
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A log-normal distribution, clipped to `least` and `most`; `sigma` is that of the logarithm, 0 for a constant."""
+    """A log-normal distribution, clipped to the range from `least` to `most`.
+
+    `sigma` is the standard deviation of the logarithm; with 0, all values are equal.
+    """
 
     median: float
     sigma: float = 0.0
@@ -66,22 +69,22 @@ class Spread:
         return max(1, round(self.sample(random)))
 
     def scaled(self, factor: float) -> "Spread":
-        """Return the distribution of the value times `factor`."""
+        """Return the distribution with all values multiplied by `factor`."""
         return Spread(self.median * factor, self.sigma, self.least * factor, self.most * factor)
 
 
 @dataclass(frozen=True, slots=True)
 class SessionKind:
-    """Sessions of one kind; lengths in tokens.
+    """A kind of sessions, with distributions of their lengths in tokens and their think times.
 
     Args:
         share: Weight of this kind among all sessions.
-        new_len, reply_len: Lengths of each turn.
-        turns: Turns of a session.
-        think_s: Think time before each turn but the first.
-        num_prefixes: Number of shared prefixes; 0: sessions share nothing.
-        prefix_len: Length of each.
-        zipf: Popularity of the i-th prefix is proportional to i ** -zipf.
+        new_len, reply_len: Numbers of new tokens and of reply tokens per turn.
+        turns: Number of turns per session.
+        think_s: Think time in seconds before each turn except the first.
+        num_prefixes: Number of shared prefixes; 0 if sessions share no text.
+        prefix_len: Length of each shared prefix.
+        zipf: Exponent of the popularity of prefixes: the i-th prefix has weight i ** -zipf.
     """
 
     share: float
@@ -96,14 +99,17 @@ class SessionKind:
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """The kinds of sessions, their number and their rate: `sessions_per_s` is the rate of the Poisson process."""
+    """A load: kinds of sessions, their number, and the rate `sessions_per_s` of their Poisson process."""
 
     num_sessions: int
     sessions_per_s: float
     kinds: tuple[SessionKind, ...]
 
     def scaled(self, *, tokens: float = 1.0, sessions: float = 1.0, seconds: float = 1.0) -> "LoadShape":
-        """Return the shape with every length, the number of sessions and every time multiplied; at least 1 of each."""
+        """Return the load with all lengths, the number of sessions and all times multiplied by the three factors.
+
+        Lengths and the number of sessions are at least 1.
+        """
         kinds = tuple(
             replace(
                 kind,
@@ -142,11 +148,11 @@ _LONG_CONVERSATIONS = SessionKind(
 _ONE_OFFS = SessionKind(share=1, new_len=Spread(1_800, 0.9, least=50, most=16_000), reply_len=_ANSWER)
 
 LOADS: dict[str, LoadShape] = {
-    # Applications that share one server, each with a system prompt of its own; most users ask once or twice.
+    # Several applications share one server; each has its own system prompt, and most sessions have one or two turns.
     "system prompts": LoadShape(1_500, 3.0, (_ASSISTANTS,)),
-    # A chat product: one short system prompt, histories of many turns.
+    # A chat application: one short system prompt, and histories of many turns.
     "long conversations": LoadShape(400, 0.4, (_LONG_CONVERSATIONS,)),
-    # Both at once, and requests that never come back: documents to be summarised, evaluations.
+    # Both of the above, and single requests without shared text, for example summaries and evaluations.
     "mixed": LoadShape(
         1_000,
         1.2,
@@ -167,7 +173,7 @@ LOADS: dict[str, LoadShape] = {
             ),
         ),
     ),
-    # A coding assistant: files of a repository first, then an editing session over them.
+    # A coding assistant: prompts begin with files of a repository, followed by an editing session.
     "repository": LoadShape(
         300,
         0.3,
@@ -183,17 +189,17 @@ LOADS: dict[str, LoadShape] = {
             ),
         ),
     ),
-    # Nothing can hit: what a cache costs where it gives nothing.
+    # No prompt can hit the cache, so this load measures the overhead of the cache.
     "unrelated": LoadShape(1_000, 2.0, (_ONE_OFFS,)),
 }
 
 
 def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversation]:
-    """Generate the sessions of a load, in order of arrival; the same arguments give the same tokens.
+    """Generate the sessions of a load, in order of arrival; equal arguments give equal tokens.
 
-    A scaled shape has the sessions, prefixes and turns of the shape itself, except for rounding.
+    A scaled load has the same sessions, prefixes and turns as the original load, except for rounding.
     """
-    random, text = (np.random.default_rng([seed, stream]) for stream in range(2))  # lengths do not move with tokens
+    random, text = (np.random.default_rng([seed, stream]) for stream in range(2))  # so lengths do not depend on tokens
     arrivals = np.cumsum(random.exponential(1 / shape.sessions_per_s, shape.num_sessions))
     prefixes = [
         [_tokens(kind.prefix_len.count(random), vocab_size, text) for _ in range(kind.num_prefixes)]
@@ -210,15 +216,17 @@ def conversations(shape: LoadShape, seed: int, vocab_size: int) -> list[Conversa
 
 
 def read_trace(path: Path, vocab_size: int, seed: int) -> list[Conversation]:
-    """Read a trace of lengths, one JSON object per line and turn, and generate tokens for it.
+    """Read a trace of lengths with one JSON object per turn and line, and generate tokens for it.
 
-    Fields: "session" (text or a number), "new_tokens" and "reply_tokens" (counts of at least 1); "arrival_s" in a
-    session's first line and "think_s" in its others, 0 if missing; in its first line also "prefix" (text or a number)
-    and "prefix_tokens" (a count) if it shares one. Lines of a session are in the order of its turns; those of different
-    sessions may interleave. Equal prefixes have equal tokens; a longer one begins with the shorter.
+    Every line has "session" (a string or number), "new_tokens" and "reply_tokens" (at least 1). The first line of a
+    session may have "arrival_s", and later lines may have "think_s"; both default to 0. The first line also has
+    "prefix" (a string or number) and "prefix_tokens" if the session begins with a shared prefix.
+
+    The lines of a session are in the order of its turns; lines of different sessions may interleave. Equal values of
+    "prefix" give equal tokens; if their lengths differ, the longer prefix begins with the shorter one.
 
     Raises:
-        ValueError: Naming the line that lacks a field or has an invalid value.
+        ValueError: If a field is missing or invalid; the message names the line.
     """
     sessions: dict[str | float, list[_TraceLine]] = {}
     longest: dict[str | float, int] = {}
@@ -261,10 +269,10 @@ class _TraceLine:
         for name in ("arrival_s", "think_s"):
             value = getattr(self, name)
             if type(value) not in (int, float) or not 0 <= value < float("inf"):
-                raise ValueError(f"{name} must be seconds, 0 or more, found {value!r}")
+                raise ValueError(f"{name} must be a number of seconds of at least 0, found {value!r}")
         for name in ("session", "prefix"):
             if type(getattr(self, name)) not in (str, int, float):
-                raise ValueError(f"{name} must be text or a number, found {getattr(self, name)!r}")
+                raise ValueError(f"{name} must be a string or a number, found {getattr(self, name)!r}")
 
 
 def _turns(
@@ -294,5 +302,5 @@ def _tokens(count: int, vocab_size: int, random: np.random.Generator) -> Tokens:
 def _parse_line(text: str, location: str) -> _TraceLine:
     try:
         return _TraceLine(**json.loads(text))
-    except (TypeError, ValueError) as error:  # no JSON, no object, a field missing or unknown, or a bad value
+    except (TypeError, ValueError) as error:  # invalid JSON, not an object, or a missing, unknown or invalid field
         raise ValueError(f"{location}: {error}") from error

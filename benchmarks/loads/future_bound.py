@@ -1,23 +1,29 @@
-"""The most prompt tokens that any cache of a size could skip, even with knowledge of the future: a linear program.
+"""Upper bound on the prompt tokens that a cache of a given size can skip, even if it knows all future requests.
 
-Requests run one after another. Each prompt consists of blocks, and a block is the text up to its end, so that requests
-share a block exactly if they begin alike. Let request i begin with d blocks that earlier texts have. To skip k <= d of
-them it needs
+The bound is the optimum of a linear program. Requests run one after another. A prompt consists of blocks, and each
+block is identified by all text up to its end, so two requests share a block exactly if they share the text before it.
+Let d be the number of leading blocks of request i that earlier requests had. To skip k <= d blocks, the cache needs
 
-- each of these blocks, kept since the last request before i that had it, and
-- a state at the end of the k-th, kept at least since the last request before i that had the k-th block, and so for as
-  long as any of the k: a request that has a block has all blocks before it.
+- each of these blocks, kept since the last earlier request that had it, and
+- a state at the end of block k, kept at least since the last earlier request that had block k. This request also had
+  all blocks before block k, so the state is kept at least as long as any of the k
+  blocks.
 
-The program has a variable x in [0, 1] for the share of a run of blocks that is kept for i from j, the last request
-before i that had them. It saves a run's tokens and takes, between j and i, the run's bytes and for each block 1 / d of
-a state: at most one state for i in all, as k <= d. The sum of what is kept never exceeds the budget; while a request
-runs, its prompt's blocks and its live state are taken from the budget first.
+A run is a sequence of blocks that were last used by the same request j. For each run, the program has a variable x in
+[0, 1]: the share of the run that is kept for request i. It saves the share's tokens. Between j and i, it takes the
+share's bytes, plus 1 / d of a state for each block, which is at most one state per request, because k <= d. The sum of
+all kept bytes never exceeds the budget. While a request runs, its blocks and its live state also count.
 
-What any cache does is a solution: nothing is counted twice. A block is kept for its next use only. Where i and a later
-i' both count for a state at the same moment, i' counts blocks that i does not have, so i' needs a state that is of no
-use to i. Blocks that a running request has are not kept for a later one at that moment, but from its end on. And what
-the program leaves out only lets it save more: that a later block is useless without those before it, that there are
-whole states only, where in a text a cache takes states, slabs, and the blocks of replies while they are generated.
+Every real cache corresponds to a solution, because the program counts no byte that a real cache need not keep:
+
+- A block is kept for its next use only.
+- If requests i and i' both count a state at the same time, i' (the later one) counts blocks that i does not have, so
+  i' needs another state than i.
+- Blocks of a running request count as kept for a later request only after the running request has ended.
+
+The program ignores other limits of real caches, which can only increase the bound: a block is useless without the
+blocks before it, states are indivisible and exist only at some positions, slabs hold either KV blocks or states, and
+replies take blocks while they are generated.
 """
 
 from collections.abc import Sequence
@@ -29,12 +35,12 @@ from megatron_mamba_cache.policy.identifiers import BlockKey
 
 @dataclass(frozen=True, slots=True)
 class KeptRun:
-    """Blocks that a request could skip and that were all last used by the same earlier request.
+    """A run: blocks that a request could skip and that were all last used by the same earlier request.
 
     Args:
-        last, next: Numbers of the two requests.
-        num_blocks: Blocks of the run.
-        num_known: Blocks that the next request could skip, this run's and others.
+        last, next: Indices of the earlier request and of the request that could skip the blocks.
+        num_blocks: Number of blocks in this run.
+        num_known: Number of blocks in all runs of the request `next`.
     """
 
     last: int
@@ -44,26 +50,26 @@ class KeptRun:
 
 
 def future_bound(texts: Sequence[BlockText], budget: int, block_size: int, block_bytes: int, state_bytes: int) -> float:
-    """Return the prompt tokens that no cache of `budget` bytes can exceed.
+    """Return an upper bound on the prompt tokens that any cache of `budget` bytes can skip.
 
     Raises:
-        ImportError: If scipy is missing.
+        ImportError: If scipy is not installed.
     """
     own_bytes = [-(-text.prompt_len // block_size) * block_bytes + state_bytes for text in texts]
     runs = kept_runs(texts, [own <= budget for own in own_bytes], block_size)
     if not runs:
         return 0.0
     sizes = [run.num_blocks * (block_bytes + state_bytes / run.num_known) for run in runs]
-    room = []  # while each request runs, and after it
+    room = []  # bytes available while each request runs, and after it
     for own in own_bytes:
         room += [budget - own if own <= budget else budget, budget]
     return block_size * _most_blocks(runs, sizes, room)
 
 
 def kept_runs(texts: Sequence[BlockText], runs_at_all: Sequence[bool], block_size: int) -> list[KeptRun]:
-    """Return the blocks that each request could skip, by their last user; none for a request that does not run.
+    """Return the runs of all requests; a request that does not run has none.
 
-    At least one prompt token is computed, and the last token of a reply is not.
+    The last prompt token always needs prefill, and the last token of a reply is never processed.
     """
     last_of: dict[BlockKey, int] = {}
     kept = []
@@ -86,9 +92,10 @@ def kept_runs(texts: Sequence[BlockText], runs_at_all: Sequence[bool], block_siz
 
 
 def _most_blocks(runs: Sequence[KeptRun], sizes: Sequence[float], room: Sequence[int]) -> float:
-    """Solve the program. Moment 2i is during request i, 2i + 1 after it; the bytes kept at each are variables too.
+    """Solve the linear program. Time 2i is during request i, and time 2i + 1 is after it.
 
-    kept(t) = kept(t - 1) + what begins at t - what ended at t - 1, which has few terms for any length of time.
+    The kept bytes at each time are also variables. This keeps the constraints sparse: kept(t) = kept(t - 1) + bytes of
+    runs that start at t - bytes of runs that ended at t - 1.
     """
     import numpy as np
     from scipy.optimize import linprog
@@ -117,5 +124,5 @@ def _most_blocks(runs: Sequence[KeptRun], sizes: Sequence[float], room: Sequence
         saved, A_eq=equations, b_eq=np.zeros(num_moments), bounds=np.stack([0 * most, most], axis=1), method="highs"
     )
     if solved.status:
-        raise RuntimeError(f"need the optimum of the linear program, found: {solved.message}")
+        raise RuntimeError(f"the linear program must have an optimum, but the solver reports: {solved.message}")
     return float(-solved.fun)

@@ -1,4 +1,4 @@
-"""A tokenizer of made-up pieces of text, for grammars over a vocabulary as large as a model's."""
+"""Synthetic tokenizer for benchmarks of grammars, with a vocabulary as large as that of a real model."""
 
 import random
 
@@ -7,7 +7,10 @@ _LETTERS = "etaoinshrdlucmfwypvbgkjqxz"
 
 
 class MadeUpTokenizer:
-    """Bytes, pieces of JSON, then words of random letters with and without a space; the last id ends a text."""
+    """Tokenizer whose vocabulary has single bytes, pieces of JSON, and random words with and without a leading space.
+
+    The last token id is the end-of-text token.
+    """
 
     bos = None
 
@@ -22,9 +25,9 @@ class MadeUpTokenizer:
         self.eod = vocab_size - 1
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes of a token; None for the one that ends a text."""
+        """Return the bytes of a token; None for the end-of-text token."""
         return self._pieces[token] if token < self.eod else None
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the bytes of a text."""
+        """Return the UTF-8 bytes of `text` as token ids."""
         return list(text.encode())

@@ -1,4 +1,4 @@
-"""Sizes of the benchmarks' models, as fields of their configurations; NemotronH's if they name no other."""
+"""Dimensions of the models in the benchmarks, as configuration fields; the default family is NemotronH."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Open-loop conversations on an engine by the wall clock: turns arrive on schedule, whatever the engine's load."""
+"""Serve open-loop conversations in real time: turns arrive on schedule, independent of the load of the engine."""
 
 import heapq
 import time
@@ -16,18 +16,18 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 
 
 class LoadClock:
-    """Seconds since its creation, without stopped times."""
+    """Clock of a load: seconds since its creation, without the time in which it was stopped."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
 
     def now(self) -> float:
-        """Return the seconds so far."""
+        """Return the seconds since the creation of the clock, without stopped time."""
         return time.perf_counter() - self._start
 
     @contextmanager
     def stopped(self) -> Iterator[None]:
-        """Exclude the time of the block."""
+        """Context manager that stops the clock during its body."""
         began = time.perf_counter()
         yield
         self._start += time.perf_counter() - began
@@ -39,12 +39,12 @@ class LoadClock:
 
 @dataclass(slots=True)
 class ServedTurn:
-    """One request; moments are seconds of the load's clock.
+    """A request and its measured times, in seconds on the clock of the load.
 
     Args:
-        conversation, turn: Numbers from 0.
-        token_moments: When each generated token arrived; those of one step arrive together.
-        cached: Prompt tokens that were not computed.
+        conversation, turn: Indices from 0.
+        token_moments: Time at which each generated token arrived; tokens of the same step arrive together.
+        cached: Number of prompt tokens that needed no prefill.
     """
 
     conversation: int
@@ -63,12 +63,12 @@ class ServedTurn:
 
     @property
     def time_to_first_token(self) -> float | None:
-        """Seconds from the arrival; None before the first token."""
+        """Seconds from the arrival to the first token; None before the first token."""
         return self.token_moments[0] - self.arrival if self.token_moments else None
 
     @property
     def time_per_output_token(self) -> float | None:
-        """Mean seconds between tokens after the first; None before the end, or if there is only one token."""
+        """Mean seconds per token after the first; None before the end, or if the reply has only one token."""
         if not self.has_ended or len(self.token_moments) < 2:
             return None
         return (self.token_moments[-1] - self.token_moments[0]) / (len(self.token_moments) - 1)
@@ -76,14 +76,14 @@ class ServedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ServedLoad:
-    """The results of a load.
+    """Results of a load that an engine has served.
 
     Args:
-        turns: In order of arrival.
-        num_unsent: Turns that had not arrived when the time was up.
-        step_s: Seconds inside the engine's steps.
-        peak_slots: Most state slots in use at once.
-        gpu: Times of a window of steps in the middle of the load; None on a CPU, or if the load was too short for one.
+        turns: Requests in order of arrival.
+        num_unsent: Number of turns that had not arrived at the time limit.
+        step_s: Total seconds of the engine's steps.
+        peak_slots: Maximum number of state slots in use.
+        gpu: GPU and host times of some steps in the middle of the load; None on a CPU, or if the load was too short.
     """
 
     turns: list[ServedTurn]
@@ -96,14 +96,15 @@ class ServedLoad:
 
 
 class OpenLoop:
-    """Serves conversations once, on an engine used for nothing else.
+    """Serves conversations once, on an engine that serves nothing else.
 
-    A conversation's first turn arrives at the time set by the load, every later one `think_s` after the reply before
-    it. No turn waits for another conversation's: requests that the engine cannot take yet wait in its queue.
+    The first turn of a conversation arrives at the time set by the load, and each later turn arrives `think_s` after
+    the preceding reply. A turn never waits for other conversations: if the engine cannot run it yet, it waits in the
+    queue.
 
     Args:
-        max_seconds: When to stop, even if turns are still waiting or running.
-        on_tokens: Called after a step with the number of tokens that it generated.
+        max_seconds: Time limit, after which waiting and running turns are abandoned.
+        on_tokens: Function that is called after each step with the number of tokens that the step generated.
     """
 
     def __init__(
@@ -121,16 +122,16 @@ class OpenLoop:
         self._on_tokens = on_tokens
         self._timer = timer or NoGpuTimer()
         self._num_turns = sum(len(conversation.turns) for conversation in conversations)
-        self._turns: list[ServedTurn] = []  # indexed by a request's id
+        self._turns: list[ServedTurn] = []  # indexed by request id
         self._running: dict[int, ServedTurn] = {}
         self._unadmitted: dict[int, ServedTurn] = {}
-        self._coming: list[tuple[float, int, int]] = []  # a heap of arrival, conversation, turn
+        self._coming: list[tuple[float, int, int]] = []  # heap of (arrival, conversation, turn)
         self._histories = [list(conversation.prefix) for conversation in conversations]
         self._num_steps = self._peak_slots = 0
         self._step_s = 0.0
 
     def run(self) -> ServedLoad:
-        """Serve all turns, or as many as the time allows.
+        """Serve all turns, or as many as the time limit allows.
 
         Raises:
             RuntimeError: If a request fails.
@@ -171,7 +172,7 @@ class OpenLoop:
             with clock.stopped():
                 self._timer.start()
         began = clock.now()
-        result = self._engine.step_modern()  # ends by reading the step's tokens back
+        result = self._engine.step_modern()  # returns after the tokens were copied to the host
         now = clock.now()
         self._step_s += now - began
         self._num_steps += 1
@@ -215,7 +216,7 @@ class OpenLoop:
 
 
 def fitting(conversations: Sequence[Conversation], max_length: int) -> list[Conversation]:
-    """Return the conversations without the turns that do not fit in `max_length` tokens."""
+    """Return the conversations without the turns whose prompt and reply exceed `max_length` tokens."""
     cut = [_cut(conversation, max_length) for conversation in conversations]
     return [conversation for conversation in cut if conversation.turns]
 

@@ -12,11 +12,12 @@ _ROOT = CacheSalt("prefix bound", "", epoch=0).root()
 
 
 def skippable_tokens(turns: Sequence[ServedTurn], block_size: int) -> list[int]:
-    """Return for each turn the prompt tokens that an unlimited cache could have skipped at its admission.
+    """Return for each turn the number of prompt tokens that an unlimited cache could have skipped.
 
-    That is the longest common prefix of its prompt and any text known by then, rounded down to whole blocks; at least
-    one token is left to compute. Known text is every prompt admitted in an earlier step, computed or not, and its reply
-    so far without the newest token, which no step has computed. A turn that was never admitted skips nothing.
+    This is the longest common prefix of the prompt and any text known when the turn was admitted, rounded down to whole
+    blocks; at least one token needs prefill. Known texts are all prompts that were admitted in earlier steps, and their
+    replies so far, except the newest token, which no step has processed yet. For a turn that was never admitted, the
+    number is 0.
     """
     known_since: dict[BlockKey, float] = {}
     for turn in turns:
@@ -26,10 +27,10 @@ def skippable_tokens(turns: Sequence[ServedTurn], block_size: int) -> list[int]:
 
 
 def _blocks(turn: ServedTurn, block_size: int) -> Iterator[tuple[BlockKey, float]]:
-    """Yield the blocks of a turn's text and the moment after which each is known."""
+    """Yield the blocks of a turn's text, each with the time after which it is known."""
     if turn.admitted is None:
         return
-    # The tokens of a reply that has not ended are not kept; no later turn can have come in time to need them.
+    # Tokens of an unfinished reply were not recorded; no later turn of this load can need them.
     text = np.array([*turn.prompt, *turn.reply[:-1]], dtype=np.int64)
     for number, key in enumerate(block_keys(_ROOT, text, block_size), 1):
         num_generated = number * block_size - len(turn.prompt)

@@ -1,4 +1,4 @@
-"""Models with random weights: built directly, or written in Hugging Face layout without transformers."""
+"""Models with random weights, built in memory or written as a Hugging Face checkpoint without transformers."""
 
 import json
 import math
@@ -45,13 +45,13 @@ _INTO_RESIDUAL = tuple(
 
 
 def complete(fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration completed by those common to its family; NemotronH by default."""
+    """Return the configuration fields with the defaults of the model family added; the default family is NemotronH."""
     family = fields.get("model_type", "nemotron_h")
     return {"model_type": family, "dtype": "bfloat16"} | _COMMON_FIELDS[family] | fields
 
 
 def described(fields: dict[str, Any]) -> tuple[ModuleType, HybridArchitecture]:
-    """Return the module of a configuration's family, and the architecture."""
+    """Return the module of the model family and the architecture that a configuration describes."""
     config = complete(fields)
     family = FAMILIES[config["model_type"]]
     return family, family.architecture_of(CheckpointConfig(config, "the configuration"))
@@ -60,12 +60,14 @@ def described(fields: dict[str, Any]) -> tuple[ModuleType, HybridArchitecture]:
 def write_checkpoint(
     directory: Path, fields: dict[str, Any], max_shard_bytes: int, device: str, is_fp8: bool = False
 ) -> int:
-    """Write the configuration and weights, generated on a device; return the size of the weights in bf16.
+    """Write a configuration and random weights; return the size of the weights in bf16, in bytes.
 
     Args:
-        fields: Fields of the configuration, which `complete` completes.
-        max_shard_bytes: Most bytes of a file; also roughly the host memory used for the weights.
-        is_fp8: Projections are FP8 in blocks, as transformers writes them; else all weights are bf16.
+        fields: Configuration fields, to which `complete` adds defaults.
+        max_shard_bytes: Maximum size of a file in bytes; also roughly the host memory needed.
+        device: Device that generates the weights.
+        is_fp8: If True, projections are block-quantized FP8 in the layout of transformers; otherwise all weights are
+            bf16.
     """
     config = complete(fields) | ({"quantization_config": _FP8} if is_fp8 else {})
     (directory / "config.json").write_text(json.dumps(config, indent=2))
@@ -89,7 +91,7 @@ def write_checkpoint(
 
 
 def _in_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """Return a matrix as e4m3 codes, with a scale for each block."""
+    """Return a matrix as e4m3 codes with one scale per block."""
     height, width = (-(-size // _BLOCK) for size in weight.shape)
     padded = weight.new_zeros(height * _BLOCK, width * _BLOCK, dtype=torch.float32)
     padded[: weight.shape[0], : weight.shape[1]] = weight
@@ -101,7 +103,7 @@ def _in_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
 
 
 def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
-    """Build the model of a configuration on the current device, with the weights that `write_checkpoint` writes."""
+    """Build the model of a configuration on the current device, with the same weights as `write_checkpoint`."""
     family, architecture = described(fields)
     model = build_hybrid_model(architecture, dtype)
     filler = ModelFiller(
@@ -114,12 +116,12 @@ def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
     for name, tensor in random_tensors(family, architecture, str(next(model.parameters()).device)):
         filler.fill(name, tensor)
     if unfilled := filler.unfilled():
-        raise ValueError(f"no weights were drawn for {', '.join(unfilled)}")
+        raise ValueError(f"no random weights were generated for {', '.join(unfilled)}")
     return model
 
 
 def random_tensors(family: ModuleType, architecture: HybridArchitecture, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and bf16 values of each tensor of a checkpoint, generated on the device."""
+    """Yield the name and bf16 values of each tensor of a checkpoint, generated on `device`."""
     generator = torch.Generator(device).manual_seed(0)
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
     for name, targets in family.placements_of(architecture).items():
@@ -129,7 +131,7 @@ def random_tensors(family: ModuleType, architecture: HybridArchitecture, device:
 def _random_tensor(
     name: str, shape: tuple[int, ...], architecture: HybridArchitecture, generator: torch.Generator
 ) -> Tensor:
-    """Return random weights that keep activations of order one at any depth."""
+    """Return random weights with a scale that keeps activations of order one at any depth."""
     tensor = torch.empty(shape, dtype=torch.bfloat16, device=generator.device)
     last = name.rpartition(".")[2]
     if last in ("A_log", "dt_bias"):
@@ -148,7 +150,7 @@ def _random_tensor(
 
 
 def _write_shard(directory: Path, shard: dict[str, Tensor], weight_map: dict[str, str]) -> None:
-    """Write the tensors to the next file, record where they are, and free them."""
+    """Write the tensors to the next file, add their names to `weight_map`, and free them."""
     file = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
     save_file(shard, directory / file, metadata={"format": "pt"})
     weight_map.update(dict.fromkeys(shard, file))

@@ -1,4 +1,4 @@
-"""Drafters that know the replies: one is always right, one always wrong, one right by chance."""
+"""Drafters that know the replies: always correct, never correct, or correct with a given probability."""
 
 import random
 from collections.abc import Mapping, Sequence
@@ -7,32 +7,32 @@ from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 
 
 class RightDrafter:
-    """Proposes the tokens of the recorded reply.
+    """Drafter that proposes the tokens of the recorded replies.
 
     Args:
-        replies: Request id -> the tokens that will be generated.
+        replies: The tokens that will be generated, by request id.
     """
 
     def __init__(self, replies: Mapping[int, Sequence[int]]) -> None:
         self._replies = replies
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the requested number of tokens, or all that are left."""
+        """Return the requested number of draft tokens per request, or all remaining tokens if there are fewer."""
         return [Draft(tuple(self._known(request))) for request in requests]
 
     def forget(self, request_id: int) -> None:
-        """Do nothing."""
+        """Do nothing: this drafter keeps no state per request."""
 
     def _known(self, request: DraftRequest) -> Sequence[int]:
         return self._replies[request.running.request_id][len(request.running.generated) :][: request.num_tokens]
 
 
 class ChanceDrafter:
-    """Proposes each token of the recorded replies with some probability, and otherwise another one.
+    """Drafter that proposes each token of the recorded replies with a given probability, and a wrong token otherwise.
 
     Attributes:
-        replies: The tokens that will be generated, by the request's number in its run.
-        chance: Of each token being right.
+        replies: The tokens that will be generated, by index of the request in its run.
+        chance: Probability that a draft token is correct.
     """
 
     def __init__(self, vocab_size: int, run_length: int) -> None:
@@ -42,15 +42,15 @@ class ChanceDrafter:
         self._rng = random.Random(1)
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return the requested number of tokens, or all that are left."""
+        """Return the requested number of draft tokens per request, or all remaining tokens if there are fewer."""
         return [Draft(tuple(map(self._token, self._known(request)))) for request in requests]
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
-        """Return 0, like prompt lookup."""
+        """Return 0: as with prompt lookup, drafting takes no time."""
         return 0.0
 
     def forget(self, request_id: int) -> None:
-        """Do nothing."""
+        """Do nothing: this drafter keeps no state per request."""
 
     def _known(self, request: DraftRequest) -> Sequence[int]:
         reply = self.replies.get(request.running.request_id % self._run_length, ())
@@ -61,7 +61,7 @@ class ChanceDrafter:
 
 
 class WrongDrafter(RightDrafter):
-    """Proposes each token plus one, which is always wrong."""
+    """Drafter that adds one to each token of the recorded replies, so that every draft is rejected."""
 
     def __init__(self, replies: Mapping[int, Sequence[int]], vocab_size: int) -> None:
         super().__init__(replies)

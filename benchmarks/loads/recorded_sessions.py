@@ -1,4 +1,4 @@
-"""Recorded loads as conversations: tokens are generated from hashes, and replies are the served model's own."""
+"""Recorded loads as conversations: prompt tokens are generated from hashes, and replies come from the served model."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -13,26 +13,26 @@ from megatron_mamba_cache.planning.recorded_load import ContentId, RecordedLoad,
 
 @dataclass(slots=True)
 class _Chain:
-    """Requests, each of which continues the previous one's text."""
+    """A sequence of requests in which each prompt continues the text of the preceding request."""
 
     requests: list[RecordedRequest] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
 
     @property
     def length(self) -> int:
-        """Tokens of the last prompt and its reply."""
+        """Number of tokens of the last prompt and its reply."""
         return self.requests[-1].prompt_len + self.requests[-1].reply_len
 
 
 def recorded_conversations(load: RecordedLoad, vocab_size: int) -> list[Conversation]:
     """Return a load as conversations, in order of arrival; equal content has equal tokens.
 
-    A request whose prompt continues another's prompt and reply is the next turn of its conversation. It arrives as
-    long after that reply as it was recorded after that request; its new tokens are what its prompt has after the
-    reply. Every other request begins a conversation, whose first turn is its whole prompt.
+    If a prompt continues the prompt and reply of an earlier request, it becomes the next turn of that conversation. The
+    think time is the recorded time between the arrivals of the two requests. The new tokens are the part of the prompt
+    after the reply. Any other request starts a new conversation, with its whole prompt as the first turn.
     """
     size, numbers = load.tokens_per_id, count()
-    ends: dict[int, _Chain] = {}  # by the key of the last complete run of a conversation's last prompt
+    ends: dict[int, _Chain] = {}  # by hash of the last complete run of the last prompt
     chains: list[_Chain] = []
     for request, text in zip(load.requests, block_texts(load, size), strict=True):
         keys = text.keys[: request.prompt_len // size]
@@ -52,7 +52,10 @@ def recorded_conversations(load: RecordedLoad, vocab_size: int) -> list[Conversa
 
 
 def _tokens(request: RecordedRequest, start: int, size: int, vocab_size: int, number: int) -> Tokens:
-    """Return the prompt's tokens from `start` on; a last run without a hash equals no other request's."""
+    """Return the tokens of the prompt from `start` on.
+
+    An incomplete last run has no hash, so its tokens differ from those of all other requests.
+    """
     first, num_complete = start // size, request.prompt_len // size
     runs = [_run(request.content[index], size, vocab_size) for index in range(first, num_complete)]
     runs.append(np.random.default_rng([1, number]).integers(vocab_size, size=request.prompt_len % size))

@@ -1,4 +1,4 @@
-"""Requests from files of recorded loads: all, some sessions, or a load that changes."""
+"""Requests from recorded loads: a whole file, some of its sessions, or one load followed by another."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +16,8 @@ class RecordedPart:
     """Part of a recorded load.
 
     Args:
-        first_sessions, skip_sessions: Which lines of the file are read; None: all.
-        then: Another file. The first half of the requests is followed by the first half of this file's.
+        first_sessions, skip_sessions: Number of sessions to use, after skipping `skip_sessions`; None: all.
+        then: Another file. If given, the first halves of both files are used, one after the other.
     """
 
     path: Path
@@ -27,7 +27,7 @@ class RecordedPart:
 
     @property
     def name(self) -> str:
-        """Its name in a table, without folders."""
+        """Name of the load in tables, without folders."""
         name = self.path.name
         if self.skip_sessions:
             name += f", after session {self.skip_sessions}"
@@ -38,7 +38,7 @@ class RecordedPart:
 
 @cache
 def texts_of(part: RecordedPart) -> tuple[BlockText, ...]:
-    """Return the requests in the order of their arrival."""
+    """Return the requests in order of arrival."""
     texts = tuple(block_texts(read_load(part.path, part.first_sessions, part.skip_sessions), BLOCK_SIZE))
     if part.then is None:
         return texts
@@ -47,7 +47,7 @@ def texts_of(part: RecordedPart) -> tuple[BlockText, ...]:
 
 
 def one_after_the_other(first: tuple[BlockText, ...], second: tuple[BlockText, ...]) -> tuple[BlockText, ...]:
-    """Return both loads' requests as one load; the loads have no text in common."""
+    """Return the requests of both loads as one load. The two loads share no text."""
     highest = max((key for text in first for key in text.keys), default=0)
     moved = [replace(text, keys=[BlockKey(highest + key) for key in text.keys]) for text in second]
     return (*first, *moved)

@@ -1,4 +1,4 @@
-"""Prompts of an editing assistant that must rewrite a file it has read, with a change."""
+"""Prompts for an assistant that rewrites a file with one name changed."""
 
 from pathlib import Path
 
@@ -11,9 +11,9 @@ _STARTS = ("class JobLog:\n", "def parse_line(", "    def __init__(self, time")
 
 
 def rewriting_lines() -> list[PromptLine]:
-    """Return one line for each change and start: the file, then the changed file up to that start.
+    """Return one prompt for each changed name and starting point: the file, then the changed file up to that point.
 
-    The expected reply repeats the file's next lines, changed where the name occurs.
+    The expected reply is the rest of the changed file, which repeats the file except for the name.
     """
     file = _FILE.read_text(encoding="utf-8")
     lines: list[PromptLine] = []

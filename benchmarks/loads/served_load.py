@@ -1,8 +1,8 @@
-"""A server without a model: conversations go through the real prefix cache, step by step, on a simulated clock.
+"""Simulated server without a model: conversations use the real prefix cache on a simulated clock.
 
-Admission, prefill chunks, publishing, decode checkpoints, growth and eviction are those of an engine; only the forward
-is missing, and tokens are synthetic. Decode steps in which no row reaches a block boundary change nothing in the cache,
-so runs of them are taken at once.
+Admission, prefill chunks, published states, block growth and eviction are those of the engine. Only the forward pass is
+missing, and tokens are synthetic. A decode step in which no request reaches a block boundary does not change the cache,
+so consecutive steps of this kind are simulated at once.
 """
 
 import heapq
@@ -25,7 +25,7 @@ Text = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The simulated server: limits of a step, and its duration."""
+    """Limits of a step, and its simulated duration."""
 
     max_requests: int = 16
     max_tokens: int = 8192
@@ -36,35 +36,35 @@ class Server:
 
 @dataclass(slots=True)
 class Tally:
-    """Prompt tokens at every turn's first admission, and the skipped ones of them."""
+    """Numbers of prompt tokens at the first admission of every turn, and of those that were skipped."""
 
     requests: int = 0
     prompt_tokens: int = 0
     skipped_tokens: int = 0
-    computed_tokens: int = 0  # in prefill, after evictions of running requests too
+    computed_tokens: int = 0  # in all prefills, including those after preemptions
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were skipped."""
+        """Fraction of the prompt tokens that needed no prefill."""
         return self.skipped_tokens / self.prompt_tokens if self.prompt_tokens else 0.0
 
 
 class Observer:
-    """Observes what requests hold and hit; this base class ignores it."""
+    """Observer of a simulated server; this base class does nothing."""
 
     def admitted(self, request: RunningRequest) -> None:
-        """Note that a request was admitted."""
+        """Called after a request was admitted."""
 
     def released(self, request: RunningRequest) -> None:
-        """Note that a request is about to be released."""
+        """Called before a request is released."""
 
     def stepped(self, cache: PrefixCache) -> None:
-        """Note that a step has ended."""
+        """Called after each step."""
 
 
 @dataclass(slots=True)
 class _Visit:
-    """The progress of a conversation: the waiting or running turn, and the text before its reply."""
+    """Progress of a conversation: its waiting or running turn, and the text before the reply of this turn."""
 
     session: Conversation
     turn: int = 0
@@ -73,7 +73,7 @@ class _Visit:
 
 
 class ServedLoad:
-    """Serves conversations through a cache."""
+    """Serves conversations on a simulated server with a real prefix cache."""
 
     def __init__(
         self, cache: PrefixCache, server: Server, sessions: Sequence[Conversation], observer: Observer, seed: int = 0
@@ -103,11 +103,11 @@ class ServedLoad:
             self._receive()
             self._fill_step()
             if not self._requests:
-                raise RuntimeError("need room for the oldest request in an empty server, found none")
+                raise RuntimeError("the oldest request does not fit in the cache, even without other requests")
             self._step()
 
     def _reply_lengths(self, session: Conversation) -> list[Text]:
-        # Sampled beforehand: a reply's text must not depend on when it is served.
+        # Sampled in advance, because the text of a reply must not depend on when it is served.
         return [self._replies.integers(self._server.vocab_size, size=turn.num_reply) for turn in session.turns]
 
     def _receive(self) -> None:
@@ -181,7 +181,7 @@ class ServedLoad:
         self._observer.stepped(self._cache)
 
     def _skip_quiet_steps(self, running: Sequence[RunningRequest]) -> int:
-        """Take all but the last of the decode steps without events; return their number, including the last."""
+        """Simulate decode steps without events, except the last; return their number, including the last."""
         block = self._cache.block_size
         quiet = (
             min(min(block - request.computed % block, request.spec.max_len - request.length) for request in running) - 1
@@ -200,7 +200,7 @@ class ServedLoad:
         return visit.reply[start : start + count].tolist()
 
     def _advance(self, request: RunningRequest) -> bool:
-        """End the request's step; return True if it was its last."""
+        """Advance the request by one step; return True if this was its last step."""
         samples, is_prefilling = request.samples_this_step, request.is_prefilling
         if samples:
             request.generated.extend(self._next_tokens(request, 1))

@@ -1,4 +1,4 @@
-"""Engines for the serving benchmarks: a model by its size, and its caching mode."""
+"""Engines for the serving benchmarks, by model dimensions and caching mode."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,19 +16,19 @@ from megatron_mamba_cache import CacheConfig, build_engine
 
 @dataclass(frozen=True, slots=True)
 class ServedShape:
-    """A model with random weights, and the limits of engines around it.
+    """A model with random weights, and the limits of the engines that serve it.
 
     Args:
-        fields: Fields of the model's configuration.
-        max_length: Most tokens of a request, prompt and reply.
-        state_gb, kv_gb: GiB of cached states (one live state per request comes on top), and of KV blocks.
-        cache_gb: GiB of both in one memory, instead of the two; None: split.
-        host_cache_gb: GiB of the host's memory below it; None: no tier.
-        num_graphs: Number of row counts whose decode steps are CUDA graphs, on a GPU.
-        prefill_graph_tokens: Most prompt tokens of a graph; None: the engine's default.
-        prompt_tokens_beside: Most prompt tokens of a step in which requests decode; None: no limit.
-        draft_states: How decode steps keep states.
-        adaptive_drafts: True if steps have only drafts that are likely to pay.
+        fields: Configuration fields of the model.
+        max_length: Maximum number of tokens of a request, prompt and reply together.
+        state_gb, kv_gb: GiB for cached states (in addition to one live state per request), and for KV blocks.
+        cache_gb: GiB of one memory budget that KV blocks and states share; None: separate memory.
+        host_cache_gb: GiB of host memory for the host tier; None: no host tier.
+        num_graphs: Number of batch sizes whose decode steps run as CUDA graphs on a GPU.
+        prefill_graph_tokens: Maximum number of prompt tokens of a CUDA graph; None: the engine's default.
+        prompt_tokens_with_decode: Maximum number of prompt tokens in a step with decoding requests; None: no limit.
+        draft_states: How decode steps keep the states of drafts: as a window of states, or replayed from a ring.
+        adaptive_drafts: If True, a step verifies only drafts that are likely to save time.
     """
 
     fields: dict[str, Any]
@@ -48,7 +48,7 @@ class ServedShape:
 
     @property
     def vocab_size(self) -> int:
-        """Exclusive upper bound of token ids."""
+        """Size of the vocabulary; token ids are smaller."""
         return int(self.fields["vocab_size"])
 
 
@@ -72,7 +72,7 @@ LARGE_SHAPES = ("8b", "nano3", "super", "granite-small", "granite-tiny", "bamba"
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """An engine's caching settings."""
+    """Caching settings of an engine."""
 
     prefix_caching: bool
     decode_checkpoints: Literal["rolling", "all", "none"] = "none"
@@ -87,22 +87,22 @@ MODES = {
 
 
 def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that `shape_of` reads."""
-    parser.add_argument("--shape", choices=SHAPES, default="8b", help="size of the model; default: %(default)s")
+    """Add the command-line flags that `shape_of` reads."""
+    parser.add_argument("--shape", choices=SHAPES, default="8b", help="model to measure; default: %(default)s")
     parser.add_argument("--state-gb", type=float, metavar="G", help="GiB of cached states")
     parser.add_argument("--kv-gb", type=float, metavar="G", help="GiB of KV blocks")
-    parser.add_argument("--cache-gb", type=float, metavar="G", help="GiB of both in one memory, instead of the two")
+    parser.add_argument("--cache-gb", type=float, metavar="G", help="GiB of one budget for KV blocks and states")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
-    parser.add_argument("--num-graphs", type=int, metavar="N", help="numbers of rows with CUDA graphs; 0 is none")
+    parser.add_argument("--num-graphs", type=int, metavar="N", help="number of batch sizes with CUDA graphs; 0: none")
 
 
 def shape_of(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, limits: Mapping[str, Mapping[str, Any]]
 ) -> ServedShape:
-    """Return the shape that parsed flags select; exit with an error if this machine cannot serve it.
+    """Return the shape that the flags select; exit with an error if this machine cannot serve it.
 
     Args:
-        limits: Name of a shape -> fields that a benchmark overrides unless a flag sets them.
+        limits: Fields that a benchmark overrides unless a flag sets them, by name of the shape.
     """
     if arguments.shape in LARGE_SHAPES and not torch.cuda.is_available():
         parser.error(f"--shape {arguments.shape} needs a CUDA device; on a CPU take --shape tiny")
@@ -115,13 +115,16 @@ def shape_of(
 
 
 def model_of(shape: ServedShape) -> Any:
-    """Build the model: in bf16 on a GPU, in fp32 on a CPU, where bf16 is slow."""
+    """Build the model in bf16 on a GPU, and in fp32 on a CPU, where bf16 is slow."""
     fields = shape.fields | {"max_position_embeddings": shape.max_length}
     return random_model(fields, torch.bfloat16 if torch.cuda.is_available() else torch.float32)
 
 
 def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfig:
-    """Return the settings of an engine; without a cache, prefill chunks end with the step's budget."""
+    """Return the settings of an engine.
+
+    Without a cache, the only limit of a prefill chunk is the step's maximum number of tokens.
+    """
     prefill_graphs = {"cuda_graph_prefill_tokens": shape.prefill_graph_tokens}
     split = {"buffer_size_gb": shape.kv_gb, "prefix_caching_mamba_gb": shape.state_gb}
     return CacheConfig(
@@ -147,9 +150,9 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
 def serving_engine(
     model: Any, shape: ServedShape, mode: Mode, num_drafts: int = 0, drafter: Any = None
 ) -> Iterator[Any]:
-    """Yield a warm engine whose memory is freed after the block; drafts are looked up in prompts by default.
+    """Context manager that yields an engine after warmup and frees its memory at the end.
 
-    All serving benchmarks build their engines here.
+    By default, drafts are proposed by prompt lookup. All serving benchmarks build their engines here.
     """
     engine = build_engine(model, config_of(shape, mode, num_drafts), drafter=drafter)
     try:
@@ -162,6 +165,6 @@ def serving_engine(
 
 
 def send(engine: Any, request_id: int, prompt: Sequence[int], num_tokens: int) -> None:
-    """Add a greedy request that ends after a fixed number of tokens."""
+    """Add a greedy request that generates exactly `num_tokens` tokens."""
     greedy = SamplingParams(num_tokens_to_generate=num_tokens, top_k=1, termination_id=-1)
     engine.add_request(request_id, list(prompt), greedy)

@@ -1,4 +1,4 @@
-"""Requests that share a prefix, served with and without a cache, and the difference of two runs' logits."""
+"""Serve requests with a shared prefix, with and without a cache, and compare the logits of two runs."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ Traces = dict[int, Trace]
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that share a prefix, and prompts to measure speed with; all lengths in tokens.
+    """Requests with a shared prefix, and prompts for speed measurements; all lengths in tokens.
 
     Args:
-        shared: Length of the prefix.
-        first: Length of the rest of the first prompt, whose reply of `first_reply` tokens crosses a block boundary.
+        shared: Length of the shared prefix.
+        first: Length of the rest of the first prompt. Its reply of `first_reply` tokens crosses a block boundary.
         own: Length of the rest of each other prompt.
-        turn: Length of the turn that continues the first reply in its own prompt.
+        turn: Number of tokens that a later turn adds to the first prompt and its reply.
         reply: Length of all other replies.
-        small_step: Most tokens of a small step.
-        num_long, long, long_reply: Number and lengths of the prompts to measure speed with.
+        small_step: Maximum number of tokens of a small step.
+        num_long, long, long_reply: Number of prompts for speed measurements, and lengths of their prompts and replies.
     """
 
     shared: int
@@ -43,12 +43,12 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """The difference of two runs' logits, over the vocabulary, at positions after equal tokens.
+    """Differences between the logits of two runs, at positions before which all tokens are equal.
 
     Args:
         positions: Number of generated tokens whose logits were compared.
-        median, largest: Median and maximum of the absolute differences.
-        mean_largest: Mean over positions of the largest difference.
+        median, largest: Median and maximum of all absolute differences.
+        mean_largest: Mean over positions of the largest absolute difference at a position.
     """
 
     positions: int
@@ -58,12 +58,12 @@ class Difference:
 
 
 def some_tokens(count: int, vocab_size: int, seed: int) -> list[int]:
-    """Return random tokens."""
+    """Return random token ids."""
     return torch.randint(vocab_size, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 def prompts_of(workload: Workload, vocab_size: int) -> dict[int, list[int]]:
-    """Return the prompts that share a prefix, by request id, except the one that continues the first reply."""
+    """Return the prompts with the shared prefix by request id, except that of the turn after the first reply."""
     shared = some_tokens(workload.shared, vocab_size, seed=0)
     lengths = (workload.first, *workload.own)
     return {number: shared + some_tokens(length, vocab_size, number + 1) for number, length in enumerate(lengths)}
@@ -73,7 +73,7 @@ def serve_cached(model: Any, config: CacheConfig, workload: Workload) -> tuple[T
     """Serve the requests one after another with a cache; return their traces and all prompts.
 
     Raises:
-        RuntimeError: If a request did not hit its shared prefix, or the turn did not hit the reply before it.
+        RuntimeError: If a request does not hit the shared prefix, or the later turn does not hit the first reply.
     """
     vocab_size = model.vocab_size
     prompts = prompts_of(workload, vocab_size)
@@ -85,12 +85,14 @@ def serve_cached(model: Any, config: CacheConfig, workload: Workload) -> tuple[T
             traces |= traced.serve({request_id: prompts[request_id]}, workload.reply)
     check_hits(traces, workload.shared)
     if traces[TURN].cached <= len(prompts[FIRST]):
-        raise RuntimeError(f"the next turn skipped {traces[TURN].cached} tokens, no more than the prompt before it")
+        raise RuntimeError(
+            f"the later turn must hit the preceding reply, but it skipped only {traces[TURN].cached} tokens"
+        )
     return traces, prompts
 
 
 def check_hits(traces: Mapping[int, Trace], shared: int) -> None:
-    """Raise `RuntimeError` if a request did not skip the shared prefix."""
+    """Raise `RuntimeError` if a request did not hit the shared prefix."""
     missed = [request_id for request_id, trace in traces.items() if request_id != FIRST and trace.cached < shared]
     if missed:
         raise RuntimeError(f"requests {missed} did not find the prefix of {shared} tokens")
@@ -103,7 +105,11 @@ def serve_cached_together(
     prompts: dict[int, list[int]],
     between: Callable[[TracedEngine], object] = lambda _: None,
 ) -> Traces:
-    """Serve the first request with a cache, then all others at once; call `between` on the engine in between."""
+    """Serve the first request with a cache, then all others concurrently.
+
+    Args:
+        between: Function that is called with the engine after the first request.
+    """
     others = {request_id: prompt for request_id, prompt in prompts.items() if request_id != FIRST}
     with TracedEngine.over(model, config) as traced:
         traces = traced.serve({FIRST: prompts[FIRST]}, workload.first_reply)
@@ -116,7 +122,7 @@ def serve_cached_together(
 def serve_uncached(
     model: Any, config: CacheConfig, prompts: dict[int, list[int]], num_tokens: int, *, alone: bool
 ) -> Traces:
-    """Serve all requests without a cache, each alone or all at once."""
+    """Serve all requests without a cache, one after another if `alone`, otherwise concurrently."""
     with TracedEngine.over(model, config) as traced:
         if not alone:
             return traced.serve(prompts, num_tokens)
@@ -125,9 +131,9 @@ def serve_uncached(
 
 
 def difference(left: Traces, right: Traces) -> Difference:
-    """Compare the logits of two runs, each request's until its tokens differ, leaving out the first request."""
+    """Compare the logits of two runs, for each request until its tokens differ; the first request is not compared."""
     medians, maxima = [], []
-    for request_id in (left.keys() & right.keys()) - {FIRST}:  # the first finds nothing cached
+    for request_id in (left.keys() & right.keys()) - {FIRST}:  # the first request cannot hit the cache
         for ours, theirs in comparable_logits(left[request_id], right[request_id]):
             apart = (ours.float() - theirs.float()).abs()
             medians.append(float(apart.median()))
@@ -136,7 +142,7 @@ def difference(left: Traces, right: Traces) -> Difference:
 
 
 def comparable_logits(left: Trace, right: Trace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield both logits at each position whose earlier tokens are all equal."""
+    """Yield the logits of both runs at each position before which all tokens are equal."""
     pairs = zip(left.tokens, right.tokens, strict=False)
     num_equal = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     both = list(zip(left.logits, right.logits, strict=False))

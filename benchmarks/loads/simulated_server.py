@@ -1,8 +1,8 @@
-"""A server without a model: timed requests go through the real scheduler, cache and tiers on a simulated clock.
+"""Simulated server without a model: requests use the real scheduler, cache and tiers on a simulated clock.
 
-Admission, prefill chunks, publishing, decode checkpoints, growth, evictions and copies between tiers are those of an
-engine; only the forward is missing, and takes the given time. Decode steps in which nothing can
-happen are taken at once: up to the next arrival, end of a copy, block boundary or end of a request.
+Admission, prefill chunks, published states, block growth, eviction and copies between tiers are those of the engine.
+Only the forward pass is missing; it takes a given time. Decode steps without events are simulated at once, up to the
+next arrival, end of a copy, block boundary or end of a request.
 """
 
 import heapq
@@ -32,8 +32,9 @@ class TimedRequest:
     """A request and its arrival.
 
     Args:
-        after: Index in the load of the request whose end it follows; None: it follows the start of the load.
-        delay_s: Seconds between the two.
+        after: Index of the request whose end this request waits for; None: it arrives relative to the start of the
+            load.
+        delay_s: Seconds from that end, or from the start of the load, to the arrival.
     """
 
     text: BlockText
@@ -42,18 +43,19 @@ class TimedRequest:
 
 
 def open_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
-    """Let each request arrive when it was recorded, independent of the server."""
+    """Return the requests with their recorded arrival times, independent of the server."""
     texts = block_texts(load, block_size)
     return [TimedRequest(text, None, request.arrival_s) for request, text in zip(load.requests, texts, strict=True)]
 
 
 def closed_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
-    """Let each agent's requests wait for its answers.
+    """Return the requests so that each request of an agent arrives after the preceding reply.
 
-    A request comes as long after the end of its agent's last one as it was recorded after that one came. The first of a
-    sub-agent follows the request of the session before it, and the first of a session comes when it was recorded.
+    The time from the end of a request to the arrival of the agent's next request equals the recorded time between their
+    arrivals. The first request of a sub-agent follows the preceding request of its session; the first request of a
+    session arrives at its recorded time.
     """
-    last: dict[tuple[int, int], int] = {}  # by session and agent
+    last: dict[tuple[int, int], int] = {}  # index of the last request by (session, agent)
     timed = []
     texts: Sequence[BlockText] = block_texts(load, block_size)
     for index, (request, text) in enumerate(zip(load.requests, texts, strict=True)):
@@ -67,11 +69,12 @@ def closed_loop(load: RecordedLoad, block_size: int) -> list[TimedRequest]:
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """The limits of a step, and its duration.
+    """Limits of a step, and its simulated duration.
 
     Args:
-        decode_rows, decode_steps_s: Decoding requests, and the seconds of their step; straight lines in between.
-        prompt_token_s: Seconds that a prompt token adds to a step.
+        decode_rows, decode_steps_s: Numbers of decoding requests, and the seconds that their steps take; times for
+            other numbers are interpolated linearly.
+        prompt_token_s: Seconds that each prompt token adds to a step.
     """
 
     max_requests: int
@@ -81,7 +84,7 @@ class ServerSettings:
     prompt_token_s: float
 
     def step_s(self, num_decoding: int, num_prompt_tokens: int) -> float:
-        """Return the seconds of a step."""
+        """Return the duration of a step in seconds."""
         prompt_s = num_prompt_tokens * self.prompt_token_s
         if not num_decoding:
             return prompt_s
@@ -90,12 +93,12 @@ class ServerSettings:
 
 @dataclass(slots=True)
 class ServedRequest:
-    """The outcome of a request: tokens of its prompt, and seconds since the start.
+    """Outcome of a request: numbers of prompt tokens, and times in seconds since the start of the load.
 
     Args:
-        skipped: Prompt tokens skipped at its first admission.
-        restored: Tokens of them that were restored from the host.
-        copy_wait_s: How long it was passed over for a copy.
+        skipped: Prompt tokens that needed no prefill at the first admission.
+        restored: Number of skipped tokens that were restored from the host.
+        copy_wait_s: Seconds that the request waited for a copy before it could be admitted.
     """
 
     prompt_len: int
@@ -109,16 +112,16 @@ class ServedRequest:
 
     @property
     def time_to_first_token(self) -> float:
-        """Seconds from its arrival to its first token."""
+        """Seconds from the arrival to the first token."""
         return self.first_token_s - self.arrived_s
 
 
 class SimulatedServer:
-    """Serves timed requests, once.
+    """Serves timed requests once.
 
     Args:
-        copies: The copies of the tier, and of none if there is none.
-        tier: The host's memory below the cache; None: there is none.
+        copies: Simulated copies between GPU and host; unused without a tier.
+        tier: Host tier of the cache; None: no host tier.
     """
 
     def __init__(
@@ -149,7 +152,7 @@ class SimulatedServer:
         self._expect_followers(None)
 
     def run(self) -> list[ServedRequest]:
-        """Serve all requests; return the outcome of each, in order.
+        """Serve all requests; return their outcomes in the order of the requests.
 
         Raises:
             RuntimeError: If a request does not fit into an empty cache.
@@ -204,7 +207,7 @@ class SimulatedServer:
     def _idle(self) -> None:
         events = [self._copies.next_end(), *(arrival for arrival, _ in self._arrivals[:1])]
         if min(events) == inf:
-            raise RuntimeError(f"need room for request {self._queue[0]} in an empty cache, found none")
+            raise RuntimeError(f"every request must fit into an empty cache, but request {self._queue[0]} does not")
         self._pass_time_until(min(events))
 
     def _step(self) -> None:
@@ -228,7 +231,7 @@ class SimulatedServer:
         self._start_copies()
 
     def _take_quiet_steps(self, decoding: Sequence[RunningRequest], step_s: float) -> int:
-        """Take all but the last of the decode steps up to the next event; return how many."""
+        """Simulate decode steps until the next event, except the last; return their number."""
         block = self._cache.block_size
         quiet = (
             min(min(block - request.computed % block, request.spec.max_len - request.length) for request in decoding)
@@ -243,7 +246,7 @@ class SimulatedServer:
         return quiet
 
     def _advance(self, request: RunningRequest) -> bool:
-        """End a request's step; return True if it was its last."""
+        """Advance the request by one step; return True if this was its last step."""
         samples, is_prefilling = request.samples_this_step, request.is_prefilling
         if samples:
             request.append([_ANY_TOKEN])
@@ -273,10 +276,10 @@ class SimulatedServer:
 
 
 class _ObservedRequests(RunningRequests):
-    """Notes which requests are passed over because their prefix is being copied.
+    """Records which requests are not admitted because their prefix is still being copied.
 
     Attributes:
-        waiting_for_copy: Requests passed over in the current step.
+        waiting_for_copy: Requests that waited for a copy in the current step.
     """
 
     def __init__(self, cache: PrefixCache, max_requests: int, max_tokens: int) -> None:

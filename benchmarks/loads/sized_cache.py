@@ -1,4 +1,4 @@
-"""Caches with the sizes of real models: a budget of bytes over slabs, or split between KV blocks and states."""
+"""Caches with the block and state sizes of real models: slabs in one budget, or a fixed split of memory."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ RULES = tuple(EVICTION_RULES)
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """Bytes of one token's KV and of one state, all layers."""
+    """Bytes of the KV of one token and of one state, summed over all layers."""
 
     token_bytes: int
     state_bytes: int
@@ -29,29 +29,29 @@ class ModelSizes:
 
     @property
     def blocks_per_slab(self) -> int:
-        """Blocks of a slab that is as large as a state."""
+        """Number of KV blocks in a slab; a slab has the size of one state."""
         return self.state_bytes // self.block_bytes
 
     @property
     def padding(self) -> float:
-        """Share of a slab that its blocks leave unused; a state fills it."""
+        """Fraction of a slab that is left unused if it holds KV blocks; a state fills the slab."""
         return 1 - self.blocks_per_slab * self.block_bytes / self.state_bytes
 
     def slabs(self, budget: int) -> SlabSpace:
-        """Return slabs for a budget of bytes, each as large as a state."""
+        """Return the slabs that fit in a budget of bytes; each slab has the size of one state."""
         return SlabSpace(budget // self.state_bytes, self.blocks_per_slab, 1)
 
     def split(self, budget: int, kv_share: float) -> SplitSpace:
-        """Return a budget of bytes with a share for KV blocks and the rest for states."""
+        """Split a budget of bytes into a share for KV blocks and the rest for states."""
         kv_bytes = int(budget * kv_share)
         return SplitSpace(kv_bytes // self.block_bytes, (budget - kv_bytes) // self.state_bytes)
 
     def make_cache(self, space: CacheSpace, rule: str, max_requests: int) -> PrefixCache:
-        """Return an empty cache with an engine's default settings."""
+        """Return an empty cache with the engine's default settings."""
         return empty_cache(space, CacheSizes(self.token_bytes, self.state_bytes, BLOCK_SIZE), rule, max_requests)
 
     def free_bytes(self, space: SlabSpace) -> int:
-        """Return the bytes of unused slabs, and of free indices in slabs that are used."""
+        """Return the bytes of unused slabs, plus those of free blocks in partly used slabs."""
         num_unused = space.count_slabs()["unused"]
         num_blocks = space.blocks.num_free - num_unused * space.blocks.per_slab
         num_slots = space.slots.num_free - num_unused * space.slots.per_slab

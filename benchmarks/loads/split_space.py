@@ -1,4 +1,4 @@
-"""KV blocks and states with separate memory, for comparison with one budget."""
+"""Separate memory for KV blocks and states, for comparison with one shared budget."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,7 @@ from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 
 
 class SplitSpace:
-    """Blocks and slots that never compete for memory."""
+    """Space in which KV blocks and state slots never compete for memory."""
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
         self.blocks = FixedIndexPool(num_blocks)
@@ -15,11 +15,11 @@ class SplitSpace:
     def fits(
         self, num_blocks: int, num_slots: int, kept_blocks: Sequence[int] = (), kept_slots: Sequence[int] = ()
     ) -> bool:
-        """Return True if blocks and slots can be allocated together."""
+        """Return True if this many blocks and slots can be allocated together."""
         has_blocks = self.blocks.num_available - len(kept_blocks) >= num_blocks
         return has_blocks and self.slots.num_available - len(kept_slots) >= num_slots
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless every count agrees with the indices. O(n)."""
+        """Raise `CacheIntegrityError` unless every count agrees with the indices. Takes O(n)."""
         self.blocks.check_integrity()
         self.slots.check_integrity()

@@ -1,4 +1,4 @@
-"""Weights that make a model sure of each next token despite rounding, at the same cost as any other weights."""
+"""Weights with which the next token is certain despite rounding, at the same cost as any other weights."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ _LOUDNESS = 1000.0
 
 @torch.no_grad()
 def make_sure(model: Any) -> None:
-    """Give a model embeddings so large that the last token alone determines the next one, by `next_token`.
+    """Set embeddings so large that only the last token determines the next one, as computed by `next_token`.
 
-    Steps of different shapes round differently, and with random weights two tokens are often nearly tied; here the next
-    token's logit is tens of standard deviations above all others. A model whose output weights are its embeddings gets
-    weights of its own for them: a step reads as many bytes.
+    Steps of different shapes round differently, and with random weights the two best logits are often nearly equal.
+    With these weights, the logit of the next token is tens of standard deviations above all others. If the output
+    weights are tied to the embeddings, they are untied; a step still reads the same number of bytes.
     """
     embeddings = model.embedding.word_embeddings.weight
     if model.share_embeddings_and_output_weights:

@@ -1,4 +1,4 @@
-"""Copies between device and host that take the time of their bytes on a simulated clock."""
+"""Simulated copies between GPU and host, whose duration depends on their bytes."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -12,17 +12,17 @@ from megatron_mamba_cache.recurrences.slab_shape import UnitBytes
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds since the start of a simulation."""
+    """Simulated time in seconds since the start."""
 
     now: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class CopyRates:
-    """Bytes a second: of one lane alone, and of two lanes together while both copy.
+    """Bytes per second if one direction copies alone, and in total if both directions copy.
 
     Args:
-        writing: Share of its time in which a copy to the host copies; it rests in between.
+        writing: Fraction of the time in which a copy to the host is active; it pauses in between.
     """
 
     alone: float
@@ -30,7 +30,7 @@ class CopyRates:
     writing: float = 1.0
 
     def of(self, lane: Lane, num_lanes: int) -> float:
-        """Return the rate of a lane while this many copy."""
+        """Return the rate of one direction in bytes per second, if `num_lanes` directions copy."""
         rate = self.alone if num_lanes == 1 else self.both / num_lanes
         return self.writing * rate if lane is Lane.TO_HOST else rate
 
@@ -42,10 +42,10 @@ class _UnderWay:
 
 
 class TimedCopies:
-    """`Copies` in two lanes, each of which makes one copy after another.
+    """Implementation of `Copies` with one lane per direction; the copies of a lane run one after another.
 
     Attributes:
-        num_bytes: Copied or ordered so far, by lane.
+        num_bytes: Bytes of all copies that were started, by lane.
     """
 
     def __init__(self, clock: Clock, sizes: UnitBytes, rates: CopyRates) -> None:
@@ -53,7 +53,7 @@ class TimedCopies:
         self._clock = clock
         self._sizes = sizes
         self._rates = rates
-        self._time = 0.0  # up to which copies have been made
+        self._time = 0.0  # simulated time until which copies have progressed
         self._lanes: dict[Lane, deque[_UnderWay]] = {Lane.TO_HOST: deque(), Lane.TO_DEVICE: deque()}
         self._under_way: set[int] = set()
 
@@ -70,7 +70,7 @@ class TimedCopies:
         return CopyStatus.UNDER_WAY if number in self._under_way else CopyStatus.DONE
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Advance the clock until the copies have ended."""
+        """Advance the clock until the given copies have ended."""
         self._copy_until(self._clock.now)
         while not self._under_way.isdisjoint(numbers):
             self._clock.now = self.next_end()
@@ -80,7 +80,7 @@ class TimedCopies:
         """Do nothing: ended copies need no memory."""
 
     def next_end(self) -> float:
-        """Return when a copy will end next, if no other is started; infinite if none is under way."""
+        """Return the time at which the next copy ends if no other copy is started; infinite without copies."""
         return min((self._time + seconds for _, seconds in self._heads()), default=inf)
 
     def _copy_until(self, now: float) -> None:
@@ -100,6 +100,6 @@ class TimedCopies:
         self._under_way.discard(self._lanes[lane].popleft().number)
 
     def _heads(self) -> list[tuple[Lane, float]]:
-        """Return the copying lanes, and the remaining seconds of each one's first copy if no other is started."""
+        """Return the active lanes, each with the remaining seconds of its first copy if no other copy is started."""
         copying = [(lane, copies[0].bytes_left) for lane, copies in self._lanes.items() if copies]
         return [(lane, max(num_bytes, 0.0) / self._rates.of(lane, len(copying))) for lane, num_bytes in copying]

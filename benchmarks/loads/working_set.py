@@ -1,4 +1,4 @@
-"""The useful part of a cache: entries that were used again later."""
+"""Working set of a cache: the entries that were used again later."""
 
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -12,7 +12,7 @@ from megatron_mamba_cache.policy.requests import RunningRequest
 
 @dataclass(frozen=True, slots=True)
 class WorkingSet:
-    """Peaks over time: blocks held by requests, and blocks and states that were used again later."""
+    """Peak numbers over time: blocks held by requests, and blocks and states that were used again later."""
 
     running_blocks: int
     cached_blocks: int
@@ -27,7 +27,7 @@ class _Span:
 
 @dataclass(slots=True)
 class WorkingSetObserver(Observer):
-    """Observes a cache that evicts nothing, so that a block number always means the same block."""
+    """Observer that computes the working set of a cache that evicts nothing, so that each block id means one block."""
 
     _now: int = 0
     _running: int = 0
@@ -35,26 +35,26 @@ class WorkingSetObserver(Observer):
     _states: dict[BlockId, _Span] = field(default_factory=dict)
 
     def admitted(self, request: RunningRequest) -> None:
-        """Note which blocks and which state the request uses."""
+        """Record which blocks and which state the request uses."""
         for block in request.block_ids[: request.num_shared_blocks]:
             self._use(self._blocks, block)
         if request.source_block is not None:
             self._use(self._states, request.source_block)
 
     def released(self, request: RunningRequest) -> None:
-        """Note which blocks the request held."""
+        """Record which blocks the request held."""
         for block in request.block_ids:
             self._use(self._blocks, block)
 
     def stepped(self, cache: PrefixCache) -> None:
-        """Note which states are new."""
+        """Record which states are new."""
         self._now += 1
         self._running = max(self._running, cache.kv.num_referenced)
         for block in cache.slots.cached_blocks():
             self._states.setdefault(block, _Span(self._now, self._now))
 
     def working_set(self) -> WorkingSet:
-        """Return the sizes so far."""
+        """Return the peak sizes so far."""
         return WorkingSet(self._running, _most_at_once(self._blocks), _most_at_once(self._states))
 
     def _use(self, spans: dict[BlockId, _Span], block: BlockId) -> None:

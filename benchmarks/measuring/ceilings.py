@@ -1,4 +1,4 @@
-"""The GPU's limits, measured in the same run as the compared figures: plain copies, and a GEMM."""
+"""Limits of the GPU (copy and GEMM speed), measured in the same run as the results that are compared with them."""
 
 from functools import cache
 
@@ -12,13 +12,13 @@ MATMUL_SIZE = 8192
 
 @cache
 def copy_us(num_bytes: int) -> float:
-    """Return the time of a plain copy that reads and writes `num_bytes` in total; see `graph_timing.memcpy_us`."""
+    """Return the time in microseconds of a plain copy that reads and writes `num_bytes` in total."""
     return memcpy_us(_copied_memory(), num_bytes // 2)
 
 
 @cache
 def matmul_tflops() -> float:
-    """Return the TFLOP/s of a large GEMM in bf16."""
+    """Return the speed of a large bf16 GEMM in TFLOP/s."""
     left, right = torch.randn(2, MATMUL_SIZE, MATMUL_SIZE, device="cuda").bfloat16().unbind()
     out = torch.empty_like(left)
     num_flops = 2 * MATMUL_SIZE**3
@@ -26,7 +26,7 @@ def matmul_tflops() -> float:
 
 
 def floor_us(num_bytes: int, num_flops: float = 0.0) -> float:
-    """Return the time to move this many bytes or do this many FLOPs in bf16, whichever is longer."""
+    """Return the time in microseconds to move `num_bytes` or to compute `num_flops` in bf16, whichever is longer."""
     return max(copy_us(num_bytes), num_flops / matmul_tflops() / 1e6 if num_flops else 0.0)
 
 

@@ -1,4 +1,4 @@
-"""GPU and host times of a window of steps, by torch's profiler."""
+"""GPU time and host time of consecutive engine steps, measured with torch's profiler."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,17 +15,17 @@ _WAITS = (
     "cudaStreamSynchronize",
     "cudaEventSynchronize",
     "cudaDeviceSynchronize",
-    "cudaMemcpyAsync",  # waits for a copy to pageable memory to be over, which a step's reading of its tokens is
+    "cudaMemcpyAsync",  # copies to pageable memory block the host; a step reads its tokens with such a copy
 )
 
 
 @dataclass(frozen=True, slots=True)
 class GpuTime:
-    """A window of steps, in seconds.
+    """Times of consecutive engine steps, in seconds.
 
     Args:
-        wall_s: Time inside the steps, from call to return.
-        busy_s: Time in which the GPU ran a kernel or a copy, overlapping ones counted once.
+        wall_s: Wall time inside the steps.
+        busy_s: Time in which the GPU ran at least one kernel or copy.
         waiting_s: Time that the host spent in calls that wait for the GPU.
     """
 
@@ -36,18 +36,18 @@ class GpuTime:
 
     @property
     def idle_share(self) -> float:
-        """Share of the time inside steps in which the GPU was idle."""
+        """Fraction of the time inside the steps in which the GPU was idle."""
         return max(0.0, 1 - self.busy_s / self.wall_s)
 
     @property
     def host_s(self) -> float:
-        """Seconds of a step in which the host did not wait for the GPU."""
+        """Mean seconds per step in which the host did not wait for the GPU."""
         return (self.wall_s - self.waiting_s) / self.num_steps
 
 
 @contextmanager
 def noted_waits() -> Iterator[list[float]]:
-    """Record, inside the block, each step's seconds of waiting for the GPU's results; none on a CPU."""
+    """Context manager that yields a list of the seconds that each step waits for the GPU's results; empty on a CPU."""
     seconds: list[float] = []
     wait = HostCopy.wait
 
@@ -66,7 +66,7 @@ def noted_waits() -> Iterator[list[float]]:
 
 
 def gpu_seconds(run: Callable[[], object], times: int) -> float:
-    """Return the mean GPU seconds of `run`, launched `times` times back to back."""
+    """Return the mean GPU time of `run` in seconds, if it is launched `times` times back to back."""
     run()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
@@ -78,9 +78,9 @@ def gpu_seconds(run: Callable[[], object], times: int) -> float:
 
 
 class GpuTimer:
-    """Profiles a window of steps, starting in the middle of a load.
+    """Profiles some consecutive steps, starting in the middle of a load.
 
-    The profiler slows down launches, so host and idle times are upper bounds.
+    The profiler slows down launches, so the measured host and idle times are upper bounds.
     """
 
     def __init__(self, num_steps: int) -> None:
@@ -92,23 +92,23 @@ class GpuTimer:
         self._result: GpuTime | None = None
 
     def wants_to_start(self, share_over: float) -> bool:
-        """Return True if the window begins now: half of the load is over."""
+        """Return True if profiling should start now, that is, if half of the load is over."""
         return not self._is_running and self._result is None and share_over >= 0.5
 
     def start(self) -> None:
-        """Begin the window."""
+        """Start profiling."""
         torch.cuda.synchronize()
         self._profile.start()
         self._is_running = True
 
     def add_step(self, seconds: float) -> bool:
-        """Record a step; return True if the window should end."""
+        """Record a step; return True if profiling should stop."""
         if self._is_running:
             self._step_times.append(seconds)
         return self._is_running and len(self._step_times) == self._num_steps
 
     def stop(self) -> None:
-        """End the window and read it."""
+        """Stop profiling and read the events."""
         torch.cuda.synchronize()
         self._profile.stop()
         self._is_running = False
@@ -117,14 +117,14 @@ class GpuTimer:
             self._result = GpuTime(len(self._step_times), sum(self._step_times), busy_s(events), waiting_s(events))
 
     def result(self) -> GpuTime | None:
-        """Return the times of the window, ending it if it is still open; None if it has no step."""
+        """Return the times of the profiled steps, and stop profiling if it is active; None if no step was profiled."""
         if self._is_running:
             self.stop()
         return self._result
 
 
 class NoGpuTimer:
-    """Stands in for `GpuTimer` without a GPU."""
+    """Timer with the interface of `GpuTimer` that does nothing, for machines without a GPU."""
 
     def wants_to_start(self, share_over: float) -> bool:
         """Return False."""
@@ -145,12 +145,12 @@ class NoGpuTimer:
 
 
 def gpu_timer(num_steps: int) -> GpuTimer | NoGpuTimer:
-    """Return a timer for this machine."""
+    """Return a `GpuTimer` if this machine has a GPU, otherwise a `NoGpuTimer`."""
     return GpuTimer(num_steps) if torch.cuda.is_available() else NoGpuTimer()
 
 
 def busy_s(events: Iterable[Any]) -> float:
-    """Return the seconds that the profiled kernels and copies cover together."""
+    """Return the seconds in which at least one of the profiled kernels and copies ran."""
     ranges = sorted(
         (event.time_range.start, event.time_range.end)
         for event in events
@@ -160,13 +160,13 @@ def busy_s(events: Iterable[Any]) -> float:
 
 
 def waiting_s(events: Iterable[Any]) -> float:
-    """Return the seconds of the profiled calls in which the host waits."""
+    """Return the seconds that the host spent in profiled calls that wait for the GPU."""
     waits = (event for event in events if event.device_type == DeviceType.CPU and event.name in _WAITS)
     return sum(event.time_range.end - event.time_range.start for event in waits) / 1e6
 
 
 def covered(ranges: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of ranges that are sorted by their start."""
+    """Return the length of the union of ranges; they must be sorted by their start."""
     total, reached = 0.0, float("-inf")
     for start, end in ranges:
         total += max(0.0, end - max(start, reached))

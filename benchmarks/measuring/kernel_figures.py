@@ -1,4 +1,4 @@
-"""The figures of every kernel in one format: its time, its floor, and its peers in the same run."""
+"""Measurements of all kernels in one format: time, floor, and the times of peers in the same run."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -18,12 +18,13 @@ from megatron_mamba_cache.kernels.attention.choice import choose_attention
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One kernel on one case; in microseconds.
+    """Times of one kernel in one case, in microseconds.
 
     Args:
-        shape: "8B" or "Nano", with the states' dtype where it matters; "" if both shapes are the same.
-        floor_us: Time of the bytes it must move or the FLOPs it must do, whichever is longer; None if it moves none.
-        peers: Name → time of the same work done in another way.
+        shape: "8B" or "Nano", followed by the dtype of the states if it matters; "" if both models have the same shape.
+        floor_us: Time to move the kernel's bytes or to compute its FLOPs, whichever is longer; None if it moves no
+            bytes.
+        peers: Time of other implementations of the same work, by name.
     """
 
     kernel: str
@@ -35,17 +36,17 @@ class Figure:
 
     @property
     def of_floor(self) -> float | None:
-        """Return the speed relative to the floor."""
+        """Floor divided by the measured time."""
         return self.floor_us / self.us if self.floor_us else None
 
     def record(self) -> dict[str, Any]:
-        """Return it as JSON types."""
+        """Return the measurement as JSON types."""
         speedups = {name: us / self.us for name, us in self.peers.items()}
         return asdict(self) | {"of floor": self.of_floor, "times faster than": speedups}
 
 
 def table(figures: Iterable[Figure]) -> str:
-    """Return the figures as Markdown."""
+    """Return the measurements as a Markdown table."""
     lines = ["| kernel | shape | case | µs | floor, µs | of floor | peers: µs, times slower |"]
     lines.append("|---|---|---|---:|---:|---:|---|")
     for figure in figures:
@@ -57,7 +58,7 @@ def table(figures: Iterable[Figure]) -> str:
 
 
 def scan_figures(models: Iterable[str], cases: Iterable[str], peer_chunks: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield the prefill scan, in its chosen variant and, if measured, in the portable one."""
+    """Yield the times of the prefill scan in the variant that the op chooses and, if measured, in the portable one."""
     measured = list(ssd_scan.measure(models, cases, peer_chunks))
     times = {(figure.model, figure.case, figure.form): figure.ns for figure in measured}
     for model, case in dict.fromkeys((figure.model, figure.case) for figure in measured):
@@ -71,7 +72,7 @@ def scan_figures(models: Iterable[str], cases: Iterable[str], peer_chunks: tuple
 
 
 def state_figures(models: Iterable[str], cases: list[tuple[int, int]]) -> Iterator[Figure]:
-    """Yield the state update of each (rows, drafts) and both convolutions."""
+    """Yield the times of the state update in each case (number of requests and drafts), and of both convolutions."""
     peer = peer_function("selective_state_update", "selective_state_update")
     for layer in (layer for layer in state_kernels.LAYERS if layer.name in models):
         yield from next_to_peers(
@@ -82,7 +83,7 @@ def state_figures(models: Iterable[str], cases: list[tuple[int, int]]) -> Iterat
 
 
 def next_to_peers(measured: Iterable[state_kernels.Figure]) -> Iterator[Figure]:
-    """Yield the kernels' figures, with those of the peers that ran the same case."""
+    """Yield the measurements of our kernels, each with the times of the peers in the same case."""
     figures = list(measured)
     for figure in figures:
         if figure.tiling is None:
@@ -93,7 +94,7 @@ def next_to_peers(measured: Iterable[state_kernels.Figure]) -> Iterator[Figure]:
 
 
 def slot_figures(models: Iterable[str], counts: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield copies of whole slots, with other ways to copy them as peers."""
+    """Yield the times of copies of whole slots; the peers are other ways to copy them."""
     for model in (model for model in slot_copies.MODELS if model.name in models):
         bench = slot_copies.Bench(model)
         bench.check()
@@ -108,7 +109,7 @@ def slot_figures(models: Iterable[str], counts: tuple[int, ...]) -> Iterator[Fig
 
 
 def align_figures(models: Iterable[str], cases: Iterable[tuple[int, int]], num_drafts: int = 3) -> Iterator[Figure]:
-    """Yield the align copy of each (rows, rows that copy)."""
+    """Yield the times of the align copy in each case (number of requests, and number of copied states)."""
     for model in (model for model in align_copy.MODELS if model.name in models):
         bench = align_copy.Bench(model, num_drafts)
         bench.check()
@@ -120,7 +121,7 @@ def align_figures(models: Iterable[str], cases: Iterable[tuple[int, int]], num_d
 
 
 def attention_figures() -> Iterator[Figure]:
-    """Yield attention by this machine's default backend, with the reference as its peer."""
+    """Yield the times of attention with the default backend of this machine; the peer is the torch reference."""
     shape = attention.shape_of(32, torch.device("cuda", torch.cuda.current_device()))
     chosen, plain = choose_attention("auto", shape), choose_attention("reference", shape)
     for case in attention.CASES:
@@ -132,7 +133,7 @@ def attention_figures() -> Iterator[Figure]:
 
 
 def token_figures(num_tokens: tuple[int, ...]) -> Iterator[Figure]:
-    """Yield the norms and the KV append, with their references or torch's own as peers."""
+    """Yield the times of the norms and the KV append; the peers are their references or torch's own ops."""
     measured = attention.measure_token_kernels(num_tokens)
     for ours, twin in zip(measured[::2], measured[1::2], strict=True):
         kernel, *shape, case = ours.case.split(", ")

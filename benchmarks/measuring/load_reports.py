@@ -1,4 +1,4 @@
-"""The common parts of reports on recorded loads: their command, their output file, and JSON."""
+"""Parts that all reports on recorded loads share: the command, the output file and the JSON document."""
 
 import platform
 import shlex
@@ -7,10 +7,10 @@ from pathlib import Path
 
 
 def command(script: str, arguments: Sequence[str]) -> str:
-    """Return the command without the folders of files, and without output flags.
+    """Return the command line of a script, with file names instead of paths and without output flags.
 
     Args:
-        script: Its path from the root of the repository.
+        script: Path of the script, relative to the root of the repository.
     """
     words, skipped = [], False
     for word in arguments:
@@ -24,10 +24,10 @@ def command(script: str, arguments: Sequence[str]) -> str:
 
 
 def append(text: str, path: Path, title: str, description: str) -> None:
-    """Append a table to a file, which begins with the method and the meaning of the columns.
+    """Append a table to a file; a new file begins with the method and the meaning of the columns.
 
     Args:
-        description: The docstring of the script: after the line of its name and its command, the meaning.
+        description: Docstring of the script; the part after its first line and its command explains the columns.
     """
     meaning = "\n\n".join(description.split("\n\n")[2:])
     heading = "" if path.exists() else f"# {title}\n\n{meaning}"
@@ -36,7 +36,7 @@ def append(text: str, path: Path, title: str, description: str) -> None:
 
 
 def document(figures: Sequence[Mapping[str, object]]) -> dict[str, object]:
-    """Return the figures with the Python version of the run."""
+    """Return the measurements and the Python version as JSON types."""
     return {"python": platform.python_version(), "figures": list(figures)}
 
 

@@ -1,4 +1,4 @@
-"""Describe the card, processor and versions used for a measurement."""
+"""Describe the GPU, CPU and library versions of a measurement."""
 
 import platform
 from importlib.metadata import PackageNotFoundError, version
@@ -7,7 +7,7 @@ import torch
 
 
 def describe_machine() -> str:
-    """Return one line of Markdown."""
+    """Return the description as one line of Markdown."""
     card = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     return f"Machine: {card}; {_processor()}; Python {platform.python_version()}; {', '.join(_versions())}."
 

@@ -1,4 +1,4 @@
-"""Lower bounds of a model's steps: the bytes that they move, and the FLOPs of their GEMMs."""
+"""Lower bounds on the time of a model's steps: the bytes that they move and the FLOPs of their GEMMs."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
 
 
 def step_bytes(model: Any, engine: Any, history: int, num_rows: int = 1, *, hits_all: bool = False) -> int:
-    """Return the bytes that a step reads and writes: weights, experts, states, KV.
+    """Return the bytes of weights, states and KV that a decode step reads and writes.
 
     Args:
-        history: Tokens of a row whose KV is read.
-        num_rows: Rows of a token each.
-        hits_all: True if all experts are hit; otherwise those that the tokens hit on average if each chooses
-            among equally likely ones by itself.
+        history: Number of cached tokens per request.
+        num_rows: Number of requests, each with one token.
+        hits_all: If True, count the weights of all experts. Otherwise count the number of experts that are used on
+            average if each token chooses among equally likely experts independently.
     """
     weights = sum(weight.nbytes for weight in model.parameters())
     if not model.share_embeddings_and_output_weights:
@@ -29,9 +29,9 @@ def step_bytes(model: Any, engine: Any, history: int, num_rows: int = 1, *, hits
 
 
 def prompt_flops(model: Any, num_tokens: int) -> float:
-    """Return the FLOPs of a prompt's GEMMs: weights and attention, without the scan's.
+    """Return the FLOPs of a prompt's linear layers and attention, without those of the scan.
 
-    Only the last token's logits are computed.
+    Logits are computed for the last token only.
     """
     shape = model_shape_of(model)
     attention = 2 * shape.num_attention_layers * shape.num_heads * shape.kv_channels * num_tokens
@@ -46,5 +46,5 @@ def _stacked(model: Any) -> list[nn.Parameter]:
 
 
 def _share_of_experts(model: Any) -> float:
-    """Return the share of a layer's experts that one token hits; 1 for a model without experts."""
+    """Return the fraction of a layer's experts that one token uses; 1 for a model without experts."""
     return model.config.moe_router_topk / model.config.num_moe_experts if model.config.num_moe_experts else 1.0

@@ -1,4 +1,4 @@
-"""Steps of one layer's replayed states, in all phases of requests under a steady load."""
+"""Benchmark steps with replayed states for one layer, with the ring lengths of requests under a steady load."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +15,9 @@ Replay = Callable[[Any, Any, Tensor, ReplayRing, ReplayBatch, int], Tensor]
 
 
 def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_tokens: int, device: str) -> ReplayBatch:
-    """Return requests of `num_tokens` tokens after steps that each kept `kept`, spread evenly over the ring's period.
+    """Return requests of `num_tokens` tokens whose last steps each accepted `kept` tokens.
 
-    Their phases are in no order, as those of requests that came at any time.
+    Their ring lengths are spread evenly and in random order, as if the requests had arrived at random times.
     """
     row = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
     slots = row[:-1] + first_slot
@@ -30,7 +30,7 @@ def steady_rows(num_rows: int, first_slot: int, ring_len: int, kept: int, num_to
 
 
 class ReplayBench:
-    """One layer's replay bases, rings and steps; each launch folds as many requests as under a steady load.
+    """States, rings and steps of one layer; each launch folds as many requests as under a steady load.
 
     Args:
         tokens, weights: As the op takes them.
@@ -84,7 +84,7 @@ class ReplayBench:
         return state_replay_ref(*arguments)
 
     def launches(self, replay: Replay) -> list[Callable[[], Tensor]]:
-        """Return each step's launch."""
+        """Return the launch of each step."""
         return [
             lambda rows=rows: replay(self.tokens, self.weights, self.pool, self.ring, rows, self.ring_len)
             for rows in self.steps
@@ -94,7 +94,7 @@ class ReplayBench:
         """Compare the first step with the reference.
 
         Raises:
-            RuntimeError: If outputs, checkpoints or rings are wrong.
+            RuntimeError: If outputs, states or rings are wrong.
         """
         rows = self.steps[0]
         number = rows.slots.shape[0]

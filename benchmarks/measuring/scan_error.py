@@ -1,7 +1,4 @@
-"""Compare the errors of the prefill scan and of mamba-ssm's with a recurrence in float64.
-
-Both compute the same tokens; the baseline is the reference scan on float64 inputs.
-"""
+"""Errors of our prefill scan and of mamba-ssm's, compared with the reference scan in float64 on the same tokens."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,7 +16,7 @@ NUM_HEADS, LENGTHS = 64, (4096,)
 
 @dataclass(frozen=True, slots=True)
 class ScanError:
-    """Relative errors in the Frobenius norm."""
+    """Relative errors of the outputs and of the last state, in the Frobenius norm."""
 
     scan: str
     y: float
@@ -27,12 +24,12 @@ class ScanError:
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """Return the Frobenius norm of the difference over that of the expected value."""
+    """Return the Frobenius norm of the difference, divided by the norm of the expected value."""
     return float((found.double() - wanted.double()).norm() / wanted.double().norm())
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
-    """Return the same tokens in another dtype, with a new pool for float64 or float32 results."""
+    """Return the same tokens in another dtype, with a new state pool for float64 or float32 results."""
     tokens = batch.tokens
     cast = SSMTokens(tokens.x.to(dtype), tokens.dt.to(dtype), tokens.B.to(dtype), tokens.C.to(dtype))
     pool = torch.zeros_like(batch.pool, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
@@ -40,7 +37,7 @@ def in_dtype(batch: Batch, dtype: torch.dtype) -> Batch:
 
 
 def scan_errors(batch: Batch, peer_chunks: tuple[int, ...] = ()) -> Iterator[ScanError]:
-    """Yield the errors of our scan on bf16 and fp32 tokens, and of mamba-ssm's with each chunk size."""
+    """Yield the errors of our scan for bf16 and fp32 tokens, and of mamba-ssm's scan for each chunk size."""
     exact = in_dtype(batch, torch.float64)
     y = ssd_scan_ref(exact.tokens, exact.weights, exact.pool, exact.rows, CHUNK)
     for name, dtype in (("ours, bf16 tokens", torch.bfloat16), ("ours, fp32 tokens", torch.float32)):
@@ -54,11 +51,11 @@ def scan_errors(batch: Batch, peer_chunks: tuple[int, ...] = ()) -> Iterator[Sca
 
 
 def measure_errors(peer_chunks: tuple[int, ...]) -> list[ScanError]:
-    """Return the errors on one prompt of 4096 random tokens."""
+    """Return the errors for one prompt of 4096 random tokens."""
     return list(scan_errors(make_batch(NUM_HEADS, LENGTHS), peer_chunks))
 
 
 def table(errors: list[ScanError]) -> str:
-    """Return the errors as Markdown."""
+    """Return the errors as a Markdown table."""
     lines = ["| scan | error of y | error of the last state |", "|---|---:|---:|"]
     return "\n".join([*lines, *(f"| {error.scan} | {error.y:.2e} | {error.state:.2e} |" for error in errors)])

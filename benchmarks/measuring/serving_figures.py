@@ -1,4 +1,4 @@
-"""Figures of a served load: latencies, throughput, and hits compared to the upper bound."""
+"""Latencies, throughput and hit rates of a served load, and the upper bound on the hit rate."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +12,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Percentiles:
-    """Percentiles of one quantity over requests, in seconds."""
+    """Percentiles of a time over all requests, in seconds."""
 
     p50: float
     p95: float
@@ -21,22 +21,22 @@ class Percentiles:
 
 @dataclass(frozen=True, slots=True)
 class ServingFigures:
-    """One engine under one load.
+    """Measurements of one engine under one load.
 
     Args:
-        num_requests, num_ended: Requests that were sent, and that have their whole reply.
-        num_unsent: Turns that had not arrived when the time was up.
-        first_token, first_token_later: From a request's arrival to its first token, of all and of second and later
-            turns. A request still waiting when the time was up counts with its wait so far.
-        wait: From the arrival to the start of the step that admitted the request.
-        per_token: Mean time of a reply's tokens after the first.
-        generated_per_s, tokens_per_s: Tokens generated, and these plus the tokens of answered prompts, over the load's
-            whole time: from the start to the last reply, or to the limit.
-        prompt_tokens, cached_tokens, skippable_tokens: Prompt tokens of requests that ended: total, not computed, and
-            the most that any cache could have skipped (`prefix_bound`).
-        peak_state_gib: Most state slots in use at once, live and draft states included, times the bytes of one.
+        num_requests, num_ended: Number of requests that were sent, and that have their whole reply.
+        num_unsent: Number of turns that had not arrived at the time limit.
+        first_token, first_token_later: Time to first token of all turns, and of second and later turns. A request that
+            was still waiting at the time limit counts with its waiting time so far.
+        wait: Time from the arrival to the start of the step that admitted the request.
+        per_token: Mean time per token of a reply after its first token.
+        generated_per_s, tokens_per_s: Generated tokens per second, and the same plus the prompt tokens of answered
+            requests. The time is from the start of the load to the last reply or the time limit.
+        prompt_tokens, cached_tokens, skippable_tokens: Prompt tokens of requests that ended: all, those that needed no
+            prefill, and the maximum that any cache could have skipped (see `prefix_bound`).
+        peak_state_gib: Maximum number of state slots in use (including live and draft states), in GiB.
         step_s: Mean time of a step.
-        host_s, gpu_idle_share: Of `gpu_time.GpuTime`.
+        host_s, gpu_idle_share: As in `gpu_time.GpuTime`.
     """
 
     num_requests: int
@@ -59,17 +59,17 @@ class ServingFigures:
 
     @property
     def hit_rate(self) -> float:
-        """Share of the prompt tokens that were not computed."""
+        """Fraction of the prompt tokens that needed no prefill."""
         return self.cached_tokens / max(1, self.prompt_tokens)
 
     @property
     def best_hit_rate(self) -> float:
-        """The same share for a cache that evicts nothing."""
+        """Upper bound on the hit rate: the hit rate of a cache that evicts nothing."""
         return self.skippable_tokens / max(1, self.prompt_tokens)
 
 
 def figures_of(load: ServedLoad, block_size: int, slot_bytes: int) -> ServingFigures:
-    """Return the figures of a load that has been served."""
+    """Return the measurements of a load that has been served."""
     turns, ended = load.turns, [turn for turn in load.turns if turn.has_ended]
     delays = [turn.time_to_first_token or load.seconds - turn.arrival for turn in turns]
     later = [delay for turn, delay in zip(turns, delays, strict=True) if turn.turn]
@@ -98,32 +98,32 @@ def figures_of(load: ServedLoad, block_size: int, slot_bytes: int) -> ServingFig
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
-    """Return the 50th, 95th and 99th percentile; None for no values."""
+    """Return the 50th, 95th and 99th percentile; None if there are no values."""
     ordered = sorted(values)
     return Percentiles(*(nearest_rank(ordered, percent) for percent in (50, 95, 99))) if ordered else None
 
 
 def nearest_rank(ordered: Sequence[float], percent: int) -> float:
-    """Return the smallest value that at least `percent` percent of the values do not exceed."""
+    """Return the smallest value that is at least as large as `percent` percent of the values."""
     return ordered[math.ceil(percent * len(ordered) / 100) - 1]
 
 
 Cell = Callable[[ServingFigures], str]
 ROWS: dict[str, Cell] = {
     "requests": lambda figures: f"{figures.num_requests:,}",
-    "of them ended; turns not sent": lambda figures: f"{figures.num_ended:,}; {figures.num_unsent:,}",
-    "time to first token, ms: p50, p95, p99": lambda figures: _in_ms(figures.first_token, 3),
-    "the same, from the second turn on": lambda figures: _in_ms(figures.first_token_later, 3),
+    "finished requests; turns not sent": lambda figures: f"{figures.num_ended:,}; {figures.num_unsent:,}",
+    "time to first token of all turns, ms: p50, p95, p99": lambda figures: _in_ms(figures.first_token, 3),
+    "time to first token of later turns, ms: p50, p95, p99": lambda figures: _in_ms(figures.first_token_later, 3),
     "wait for admission, ms: p50, p95, p99": lambda figures: _in_ms(figures.wait, 3),
     "time per output token, ms: p50, p95": lambda figures: _in_ms(figures.per_token, 2),
     "generated tokens/s": lambda figures: f"{figures.generated_per_s:,.1f}",
     "prompt and generated tokens/s": lambda figures: f"{figures.tokens_per_s:,.0f}",
-    "prompt tokens skipped, %": lambda figures: f"{100 * figures.hit_rate:.1f}",
-    "the most that any cache could, %": lambda figures: f"{100 * figures.best_hit_rate:.1f}",
-    "peak of state slots, GiB": lambda figures: f"{figures.peak_state_gib:.3g}",
+    "prompt tokens without prefill, %": lambda figures: f"{100 * figures.hit_rate:.1f}",
+    "upper bound for any cache, %": lambda figures: f"{100 * figures.best_hit_rate:.1f}",
+    "peak memory of state slots, GiB": lambda figures: f"{figures.peak_state_gib:.3g}",
     "steps": lambda figures: f"{figures.num_steps:,}",
-    "a step, ms": lambda figures: f"{1e3 * figures.step_s:.2f}",
-    "host's work in a step, ms": lambda figures: "" if figures.host_s is None else f"{1e3 * figures.host_s:.2f}",
+    "mean step, ms": lambda figures: f"{1e3 * figures.step_s:.2f}",
+    "host work per step, ms": lambda figures: "" if figures.host_s is None else f"{1e3 * figures.host_s:.2f}",
     "GPU idle inside steps, %": lambda figures: (
         "" if figures.gpu_idle_share is None else f"{100 * figures.gpu_idle_share:.1f}"
     ),
@@ -131,7 +131,7 @@ ROWS: dict[str, Cell] = {
 
 
 def table(found: dict[str, ServingFigures]) -> str:
-    """Return the figures as Markdown: a line per quantity, a column per engine, without quantities that none has."""
+    """Return a Markdown table with a line per quantity and a column per engine; omit quantities that no engine has."""
     lines = [f"| | {' | '.join(found)} |", "|---|" + "---:|" * len(found)]
     for name, cell in ROWS.items():
         cells = [cell(figures) for figures in found.values()]

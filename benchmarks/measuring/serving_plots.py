@@ -1,4 +1,4 @@
-"""Plots of the serving benchmark, by matplotlib."""
+"""Plots of the serving benchmark, drawn with matplotlib."""
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -17,10 +17,10 @@ def can_plot() -> bool:
 def write_plots(
     folder: Path, delays: Mapping[str, Sequence[float]], figures: Mapping[str, ServingFigures]
 ) -> list[Path]:
-    """Plot the distribution of the time to first token, throughput and hits; return the PNG files.
+    """Plot the distribution of the time to first token, the throughput and the hit rates; return the PNG files.
 
     Args:
-        delays: Engine -> seconds to the first token of each request.
+        delays: Times to first token in seconds, by engine.
     """
     folder.mkdir(parents=True, exist_ok=True)
     return [_write_delays(folder, delays), _write_throughput(folder, figures)]
@@ -54,7 +54,7 @@ def _write_throughput(folder: Path, figures: Mapping[str, ServingFigures]) -> Pa
     axes = figure.add_subplot(1, 2, 1, title="generated tokens/s")
     axes.barh(names, [each.generated_per_s for each in found])
     axes.invert_yaxis()
-    axes = figure.add_subplot(1, 2, 2, title="prompt tokens skipped, %\n(outline: the most that a cache could)")
+    axes = figure.add_subplot(1, 2, 2, title="prompt tokens without prefill, %\n(outline: upper bound for any cache)")
     axes.barh(names, [100 * each.best_hit_rate for each in found], fill=False)
     axes.barh(names, [100 * each.hit_rate for each in found])
     axes.set_xlim(0, 100)

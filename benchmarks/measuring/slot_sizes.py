@@ -1,4 +1,4 @@
-"""Models and their slot sizes, for benchmarks of whole-state copies."""
+"""Models and the sizes of their state slots, for benchmarks that copy whole states."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ WINDOW_LEN = 3
 
 @dataclass(frozen=True, slots=True)
 class SlotModel:
-    """The states of a model; conv windows are bf16."""
+    """Dimensions of a model's states; conv windows are bf16."""
 
     name: str
     num_layers: int
@@ -20,7 +20,7 @@ class SlotModel:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of a slot, all moved by a copy of one state."""
+        """Bytes of a slot, summed over all layers and state types."""
         return self.num_layers * (WINDOW_LEN * self.conv_dim * 2 + self.num_heads * 128 * 64 * self.ssm_dtype.itemsize)
 
 

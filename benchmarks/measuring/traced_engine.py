@@ -1,4 +1,4 @@
-"""An engine that records the logits of each generated token."""
+"""Engine that records the logits of each generated token."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,11 +16,11 @@ from megatron_mamba_cache.mcore.step_report import failure_reason
 
 @dataclass(slots=True)
 class Trace:
-    """The greedy output of a request.
+    """Greedy output of a request.
 
     Args:
-        logits: [vocab] each, one per token; empty if they were not kept.
-        cached: Prompt tokens that were skipped.
+        logits: One [vocab] tensor per generated token; empty if logits are not recorded.
+        cached: Number of prompt tokens that needed no prefill.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -30,7 +30,10 @@ class Trace:
 
 @dataclass(slots=True)
 class StepTimes:
-    """Seconds of an engine's steps, and their computed tokens; a step with any prompt token is a prefill."""
+    """Times of an engine's steps in seconds, and numbers of processed tokens.
+
+    A step with at least one prompt token counts as prefill.
+    """
 
     prefill_s: float = 0.0
     prefill_tokens: int = 0
@@ -39,7 +42,7 @@ class StepTimes:
 
 
 class TracedEngine:
-    """Serves requests with a model of its own."""
+    """Engine with its own model that records the output of each request."""
 
     def __init__(self, model: Any, config: CacheConfig, *, keeps_logits: bool = True) -> None:
         self.engine = build_engine(model, config)
@@ -50,7 +53,7 @@ class TracedEngine:
     @classmethod
     @contextmanager
     def over(cls, model: Any, config: CacheConfig, *, keeps_logits: bool = True) -> Iterator[Self]:
-        """Yield an engine whose memory is freed after the block."""
+        """Context manager that yields an engine and frees its memory at the end."""
         traced = cls(model, config, keeps_logits=keeps_logits)
         try:
             yield traced
@@ -61,11 +64,11 @@ class TracedEngine:
                 torch.cuda.empty_cache()
 
     def serve(self, prompts: Mapping[int, Sequence[int]], num_tokens: int) -> dict[int, Trace]:
-        """Run requests together to their end; their ids must be new to the engine."""
+        """Run requests concurrently to their end; their ids must be new to the engine."""
         return self.timed(prompts, num_tokens)[0]
 
     def timed(self, prompts: Mapping[int, Sequence[int]], num_tokens: int) -> tuple[dict[int, Trace], StepTimes]:
-        """Run requests together to their end, and time the steps.
+        """Run requests concurrently to their end, and time the steps.
 
         Raises:
             RuntimeError: If a request fails.
@@ -81,7 +84,10 @@ class TracedEngine:
         return {request_id: self._traces.pop(request_id) for request_id in prompts}, times
 
     def lose_states(self) -> None:
-        """Zero every state, between requests: an error that any reader of a cached state should notice."""
+        """Set all states to zero between requests.
+
+        Every request that then resumes from a cached state computes wrong logits.
+        """
         pool = self.engine.context.memory.state_pool
         for states in pool.tensors:
             states.zero_()
@@ -90,7 +96,7 @@ class TracedEngine:
         counters = self.engine.context.counters
         prefilled, decoded = counters.prefill_tokens_computed, counters.decode_tokens_computed
         began = time.perf_counter()
-        result = self.engine.step_modern()  # ends by reading the step's tokens back
+        result = self.engine.step_modern()  # returns after the tokens were copied to the host
         seconds = time.perf_counter() - began
         if counters.prefill_tokens_computed > prefilled:
             times.prefill_s += seconds
@@ -112,6 +118,6 @@ class TracedEngine:
         if not self._keeps_logits:
             return
         step, logits = self.engine.context.step.batch, output[0].flatten(0, 1)  # [logits, vocab]
-        for request, index in zip(step.requests, step.logits.starts, strict=False):  # starts has an end too
+        for request, index in zip(step.requests, step.logits.starts, strict=False):  # `starts` also has the last end
             if request.samples_this_step:
                 self._traces[request.request_id].logits.append(logits[index].clone())

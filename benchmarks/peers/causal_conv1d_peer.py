@@ -1,10 +1,10 @@
-"""causal-conv1d's convolution, if it is installed and built."""
+"""The convolution of causal-conv1d, if that library is installed."""
 
 from collections.abc import Callable
 
 
 def peer_conv() -> Callable[..., object] | None:
-    """Return `causal_conv1d_fn`; None if it is not available."""
+    """Return `causal_conv1d_fn`; None if it cannot be imported."""
     try:
         from causal_conv1d import causal_conv1d_fn
     except ImportError:

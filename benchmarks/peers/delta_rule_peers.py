@@ -1,4 +1,4 @@
-"""The gated delta rule of fla-core and FlashInfer, each if it is installed: over prompts, and of one token."""
+"""Gated delta rule of fla-core and FlashInfer, for prompts and for single tokens, if these libraries are installed."""
 
 import warnings
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Peer(NamedTuple):
-    """Functions of a library; None for one that cannot be imported."""
+    """Functions of a library; None for a function that cannot be imported."""
 
     name: str
     prefill: Callable[..., Any] | None
@@ -16,7 +16,7 @@ class Peer(NamedTuple):
 
 
 def fla_peer() -> Peer:
-    """Return fla-core's functions."""
+    """Return the functions of fla-core."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -45,7 +45,7 @@ def fla_peer() -> Peer:
 
 
 def flashinfer_peer() -> Peer:
-    """Return FlashInfer's functions; its states are transposed."""
+    """Return the functions of FlashInfer, whose states are transposed."""
     try:
         from flashinfer.gdn_decode import gated_delta_rule_decode_pretranspose
         from flashinfer.gdn_prefill import chunk_gated_delta_rule

@@ -1,4 +1,4 @@
-"""The Triton kernels of mamba-ssm, if it is installed, without its compiled extensions and its models.
+"""Triton kernels of mamba-ssm, imported without its CUDA extensions and models, if it is installed.
 
 MAMBA_SKIP_CUDA_BUILD=TRUE pip install --no-deps --no-build-isolation mamba-ssm==2.3.2.post1
 """
@@ -21,12 +21,12 @@ def peer_function(module: str, name: str) -> Callable[..., object] | None:
 
 @cache
 def missing_peer() -> str | None:
-    """Return the reason why mamba-ssm is unavailable; None if it is available."""
+    """Return why mamba-ssm cannot be imported; None if it can."""
     spec = find_spec("mamba_ssm")
     if spec is None or spec.submodule_search_locations is None:
         return "mamba-ssm is not installed"
     if "mamba_ssm" not in sys.modules:
-        package = ModuleType("mamba_ssm")  # its own __init__ imports models and what they need
+        package = ModuleType("mamba_ssm")  # its own __init__ imports models and their dependencies
         package.__path__ = list(spec.submodule_search_locations)
         package.__spec__ = spec
         sys.modules["mamba_ssm"] = package

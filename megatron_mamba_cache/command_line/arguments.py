@@ -30,7 +30,7 @@ def select_device(name: str) -> str:
     if name == "cpu":
         loaded = sys.modules.get("torch")
         if loaded is not None and loaded.cuda.is_initialized():  # CUDA cannot be shut down within a process
-            raise UsageError("--device cpu: this process already uses CUDA; start a new process")
+            raise UsageError("--device cpu cannot be used in a process that has initialized CUDA; start a new process")
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     import torch
@@ -38,12 +38,12 @@ def select_device(name: str) -> str:
     if torch.cuda.is_available():
         return "cuda"
     if name == "cuda":
-        raise UsageError("--device cuda: torch finds no CUDA device; use --device cpu or auto")
+        raise UsageError("--device cuda needs a CUDA device, but torch finds none; use --device cpu or auto")
     return "cpu"
 
 
 def check_tiers(arguments: Namespace) -> None:
-    """Raise `UsageError` if this machine lacks the memory for the host budget, or cannot write the disk directory.
+    """Raise `UsageError` if --host-cache-gb exceeds this machine's free memory or --disk-cache-dir is not writable.
 
     The engine checks the host budget again after the weights are loaded, when the size of a cached state is known.
     """
@@ -52,7 +52,7 @@ def check_tiers(arguments: Namespace) -> None:
         raise UsageError(str(HostBudgetError(host_gb, available_bytes())))
     directory = getattr(arguments, argument_of("disk_cache_dir"))
     if directory is not None and not _can_be_written(Path(directory)):
-        raise UsageError(f"--disk-cache-dir {directory}: cannot be created or written to; name another directory")
+        raise UsageError(f"--disk-cache-dir {directory} cannot be created or written to; give another directory")
 
 
 def _can_be_written(directory: Path) -> bool:
@@ -100,7 +100,7 @@ def name_flag(message: str) -> str:
 
 
 def as_typed(message: str, words: Iterable[str]) -> str:
-    """Replace each flag in a message by the alias that the user typed, also in argparse's "--hf-model/--model"."""
+    """Replace each flag in an error message with its alias, if the alias is among the `words` that the user typed."""
     typed = {word.split("=", 1)[0] for word in words}
     for flag, *aliases in (*FLAGS.values(), MODEL_FLAGS):
         for alias in typed.intersection(aliases):
@@ -124,9 +124,9 @@ def cache_config(arguments: Namespace, settings: Mapping[str, object]) -> CacheC
 
 
 def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespace:
-    """Return a copy of the arguments in which missing sampling flags have values.
+    """Return a copy of the arguments in which every sampling flag has a value.
 
-    If no sampling flag is given, the values come from `default`, otherwise from `GREEDY`.
+    If no sampling flag is given, all values come from `default`; otherwise the missing ones come from `GREEDY`.
     """
     given = {name: getattr(arguments, name) for name in GREEDY if getattr(arguments, name) is not None}
     return Namespace(**{**vars(arguments), **({**GREEDY, **given} if given else default)})
@@ -149,12 +149,12 @@ def check_engine_arguments(arguments: Namespace) -> None:
         for flag, value in (("--drafter", arguments.drafter), ("--draft-hf-model", arguments.draft_hf_model)):
             if value is not None:
                 raise UsageError(
-                    f"{flag} {value}: speculative decoding is off; set --num-speculative-tokens to 1 or more"
+                    f"{flag} {value} needs speculative decoding; set --num-speculative-tokens to 1 or more"
                 )
     if arguments.drafter == "draft-model" and arguments.draft_hf_model is None:
         raise UsageError("--drafter draft-model needs a draft model; give its directory with --draft-hf-model")
     if arguments.drafter != "draft-model" and arguments.draft_hf_model is not None:
-        raise UsageError(f"--draft-hf-model {arguments.draft_hf_model}: used only with --drafter draft-model; add it")
+        raise UsageError(f"--draft-hf-model {arguments.draft_hf_model} needs --drafter draft-model; add that flag")
 
 
 def _check_range(arguments: Namespace, name: str, low: float, high: float, allowed: str) -> None:

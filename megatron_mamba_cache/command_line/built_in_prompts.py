@@ -200,7 +200,7 @@ def built_in_lines() -> list[PromptLine]:
 def editing_lines() -> list[PromptLine]:
     """Return the prompts of the editing sessions, which all start with the same long file.
 
-    The last line break of each prompt is left to the reply, because tokenizers merge it with the indentation after it.
+    A prompt does not include its last line break, because tokenizers merge it with the indentation of the next line.
     """
     shared = f"# file: {_SHARED_NAME}\n{_SHARED_FILE.read_text(encoding='utf-8')}"
     lines: list[PromptLine] = []

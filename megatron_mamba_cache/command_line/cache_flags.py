@@ -34,8 +34,8 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 """Field of `CacheConfig` → its flags: Megatron's name, if Megatron has the flag, then a short alias."""
 
 _SWITCHES = {
-    "adaptive_drafts": "draft only if that raises throughput, or in every step (default: the former)",
-    "prefix_caching": "reuse cached prefixes, or compute every prompt from its start (default: reuse)",
+    "adaptive_drafts": "draft only while that raises throughput; the negative form drafts in every step (default: on)",
+    "prefix_caching": "reuse cached prefixes; the negative form computes every prompt from its start (default: on)",
 }
 
 
@@ -46,23 +46,24 @@ def add_cache_arguments(parser: Any) -> None:
     def add(field: str, text: str, **options: Any) -> None:
         parser.add_argument(*FLAGS[field], help=text, **options)
 
-    add("block_size_tokens", "tokens in a KV block", type=int, metavar="N")
+    add("block_size_tokens", "tokens per KV block", type=int, metavar="N")
     add("cache_gb", "GiB for KV blocks and states together", type=float, metavar="G")
     add("host_cache_gb", "GiB of host memory for prefixes offloaded from the device", type=float, metavar="G")
-    add("disk_cache_dir", "directory for prefixes that persist after the process", metavar="DIR")
-    add("disk_cache_gb", "GiB for each rank in --disk-cache-dir (default: 100)", type=float, metavar="G")
-    add("buffer_size_gb", "Megatron's GiB for KV blocks, added to --cache-gb", type=float, metavar="G")
-    add("prefix_caching_mamba_gb", "Megatron's GiB for states, added to --cache-gb", type=float, metavar="G")
+    add("disk_cache_dir", "directory for cached prefixes that persist after the process exits", metavar="DIR")
+    add("disk_cache_gb", "GiB in --disk-cache-dir for each rank (default: 100)", type=float, metavar="G")
+    add("buffer_size_gb", "GiB for KV blocks, in addition to --cache-gb", type=float, metavar="G")
+    add("prefix_caching_mamba_gb", "GiB for cached states, in addition to --cache-gb", type=float, metavar="G")
     add("num_cuda_graphs", "number of batch sizes captured as CUDA graphs; 0 is none", type=int, metavar="N")
-    add("max_tokens", "maximum tokens computed in a step", type=int, metavar="N")
+    add("max_tokens", "maximum tokens processed in one step", type=int, metavar="N")
     limit = "maximum prompt tokens in a step in which requests decode (default: as many as fit)"
     add("max_prompt_tokens_beside_decode", limit, type=int, metavar="N")
-    add("max_sequence_length", "maximum prompt and generated tokens of a request", type=int, metavar="N")
-    add("eviction", "eviction by expected savings, or least recently used (default: cost)", choices=rules["eviction"])
-    kept = "block boundaries inside a reply whose states are kept: the newest, all or none (default: rolling)"
+    add("max_sequence_length", "maximum prompt and generated tokens per request", type=int, metavar="N")
+    policy = "eviction policy: lowest expected savings first, or least recently used first (default: cost)"
+    add("eviction", policy, choices=rules["eviction"])
+    kept = "block boundaries in a reply at which the state is cached: the newest, all or none (default: rolling)"
     add("decode_checkpoints", kept, choices=rules["decode_checkpoints"])
-    add("num_speculative_tokens", "maximum drafts that a step verifies per request, 0 to 8", type=int, metavar="K")
-    kept_states = "how a decode step keeps states: replay from a ring of inputs, or one state per token (default: auto)"
+    add("num_speculative_tokens", "maximum draft tokens per request and step, 0 to 8", type=int, metavar="K")
+    kept_states = "state storage for drafts: replay from a ring of inputs, or one state per token (default: auto)"
     add("draft_states", kept_states, choices=rules["draft_states"])
     stored = "format of cached states: like live states, or quantized to 8 bits (default: live)"
     add("cached_state_dtype", stored, choices=rules["cached_state_dtype"])

@@ -34,7 +34,7 @@ def chat(arguments: Namespace) -> int:
             name = None if starts_own else arguments.hf_model
             return Chat(client, name or client.first_model(), arguments).run()
     except ChatError as error:
-        advice = "" if arguments.url or starts_own else "; start one with mamba-cache serve, or here with --model"
+        advice = "" if arguments.url or starts_own else "; start a server with mamba-cache serve, or give --model"
         print(f"{error}{advice}", file=sys.stderr)
         return EXIT_FAILED
 

@@ -68,9 +68,9 @@ class ChatClient:
             try:
                 models = [str(model["id"]) for model in json.load(reply)["data"]]
             except (OSError, HTTPException) as error:
-                raise ChatError(f"{self.url}: the connection was lost: {error}") from error
+                raise ChatError(f"the connection to {self.url} was lost: {error}") from error
             except _UNREADABLE as error:
-                raise ChatError(f"{self.url} does not list models as OpenAI's API does") from error
+                raise ChatError(f"{self.url} does not return a list of models in the format of OpenAI's API") from error
         if not models:
             raise ChatError(f"{self.url} lists no models; give a model name with --model")
         return models[0]
@@ -92,9 +92,9 @@ class ChatClient:
                         turn.first_token_s = time.perf_counter() - start
                     yield text
             except (OSError, HTTPException) as error:
-                raise ChatError(f"{self.url}: the connection was lost: {error}") from error
+                raise ChatError(f"the connection to {self.url} was lost: {error}") from error
             except _UNREADABLE as error:
-                raise ChatError(f"{self.url} does not reply as OpenAI's API does") from error
+                raise ChatError(f"{self.url} does not reply in the format of OpenAI's API") from error
             finally:
                 turn.seconds = time.perf_counter() - start
 
@@ -104,10 +104,10 @@ class ChatClient:
         try:
             return urlopen(request, timeout=_CONNECT_S)
         except HTTPError as error:
-            raise ChatError(f"{self.url}: {error.code}: {_message_of(error)}") from error
+            raise ChatError(f"{self.url} replied with status {error.code}: {_message_of(error)}") from error
         except (URLError, OSError, HTTPException) as error:
             reason = getattr(error, "reason", error)
-            raise ChatError(f"{self.url}: {getattr(reason, 'strerror', None) or reason}") from error
+            raise ChatError(f"cannot connect to {self.url}: {getattr(reason, 'strerror', None) or reason}") from error
 
 
 def _events(reply: Any) -> Iterator[dict[str, Any]]:
@@ -118,7 +118,7 @@ def _events(reply: Any) -> Iterator[dict[str, Any]]:
 
 
 def _note(turn: Turn, event: Mapping[str, Any]) -> str:
-    """Record a stream event in the turn, and return the new text; "" if the event has none."""
+    """Record a stream event in the turn, and return the event's text; "" if it has none."""
     if event.get("error"):
         error = event["error"]
         raise ChatError(str(error.get("message", error) if isinstance(error, dict) else error))

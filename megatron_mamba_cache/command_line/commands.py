@@ -30,14 +30,14 @@ _SAMPLING_IN_WORDS = (
 )
 
 _PROCESSES_IN_WORDS = (
-    "Under torchrun, these flags set how many processes share a model; the other processes are replicas. Sessions, and "
-    "lines without one, are assigned to replicas in turn. The first process prints and writes for all. Memory flags "
-    "apply to each process."
+    "Under torchrun, these flags set how many processes share one model; further processes run replicas of it. "
+    "Sessions, and lines without a session, are assigned to replicas round-robin. Only the first process prints and "
+    "writes. Memory flags apply to each process."
 )
 
 _REPLICAS_IN_WORDS = (
-    "Under torchrun, these flags set how many processes share a model; the other processes are replicas, to which a "
-    "coordinator routes requests. The first process serves HTTP. Memory flags apply to each process."
+    "Under torchrun, these flags set how many processes share one model; further processes run replicas of it. A "
+    "coordinator routes requests to the replicas. The first process serves HTTP. Memory flags apply to each process."
 )
 
 DRAFTERS = ("prompt-lookup", "draft-model")
@@ -78,14 +78,15 @@ def _add_generate_arguments(parser: ArgumentParser) -> None:
         "--prompts",
         metavar="FILE.jsonl",
         help='one JSON object per line: {"prompt": str} or {"prompt_tokens": [int]}, optionally with '
-        '"num_tokens_to_generate" and "session" (lines of one session run one after another)',
+        '"num_tokens_to_generate" and "session" (the lines of a session run one after another)',
     )
     prompts.add_argument("--output-path", metavar="FILE.json", help="file for results and a summary")
     add = parser.add_argument_group("sampling", _SAMPLING_IN_WORDS).add_argument
-    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help="for lines without it (default: 64)")
+    tokens = "tokens to generate for lines that do not set it (default: 64)"
+    add("--num-tokens-to-generate", type=int, default=64, metavar="N", help=tokens)
     add("--temperature", type=float, metavar="T", help="sampling temperature; 0 is greedy (default: 1.0)")
-    add("--top-k", type=int, metavar="K", help="sample from the K best tokens; 1 is greedy, 0 is off (default: 1)")
-    top_p = "sample from the most probable tokens whose probabilities add up to P; 0 is off (default: 0)"
+    add("--top-k", type=int, metavar="K", help="sample from the K likeliest tokens; 1 is greedy, 0 is off (default: 1)")
+    top_p = "sample from the likeliest tokens with a total probability of P; 0 is off (default: 0)"
     add("--top-p", type=float, metavar="P", help=top_p)
     add("--seed", type=int, default=0, metavar="S", help="seed for sampling (default: 0)")
     _add_engine_arguments(parser, _PROCESSES_IN_WORDS)
@@ -105,30 +106,30 @@ def _add_chat_arguments(parser: ArgumentParser) -> None:
     add("--url", help=f"the server's URL (default: {DEFAULT_URL}, or a new server if a flag names a model)")
     add("--api-key", metavar="KEY", help="the server's API key (default: none)")
     add("--system", metavar="TEXT", help="instructions before the conversation")
-    add("--max-tokens", type=int, metavar="N", help="maximum tokens of a reply (default: 512)", default=512)
+    add("--max-tokens", type=int, metavar="N", help="maximum tokens per reply (default: 512)", default=512)
     add("--temperature", type=float, metavar="T", help="sampling temperature (default: the server's)")
     add("--seed", type=int, metavar="S", help="seed for sampling (default: random)")
-    add("--say", action="append", metavar="TEXT", help="text of a turn, instead of typing it; may be repeated")
+    add("--say", action="append", metavar="TEXT", help="text of a turn, used instead of typed input; may be repeated")
 
 
 def _add_plan_arguments(parser: ArgumentParser) -> None:
     parser.add_argument("--trace", required=True, metavar="FILE", help="recorded load, .jsonl or .jsonl.gz")
-    in_words = "Give either a model or both sizes. Sizes are totals over all ranks."
+    in_words = "Give either a model or both numbers of bytes, each summed over all ranks."
     add = parser.add_argument_group("model", in_words).add_argument
     add("--model", "--hf-model", metavar="DIR", help="Hugging Face directory; only its config.json is read")
-    add("--kv-bytes-per-token", type=int, metavar="N", help="bytes of keys and values of all attention layers")
-    add("--state-bytes", type=int, metavar="N", help="bytes of a state of all recurrent layers")
+    add("--kv-bytes-per-token", type=int, metavar="N", help="bytes per token, over all attention layers")
+    add("--state-bytes", type=int, metavar="N", help="bytes of one cached state, over all recurrent layers")
     add = parser.add_argument_group("cache").add_argument
-    stored = "with --model, format of cached states: float32 (live) or quantized to 8 bits (default: live)"
+    stored = "format of cached states, with --model: float32 (live) or quantized to 8 bits (default: live)"
     add("--cached-state-dtype", choices=CacheConfig.RULES["cached_state_dtype"], default="live", help=stored)
     keys = "with --model, format of cached keys and values: bf16 or float32 as in the model, or FP8 (default: auto)"
     add("--kv-cache-dtype", choices=CacheConfig.RULES["kv_cache_dtype"], default="auto", help=keys)
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
     add("--cache-gb", type=float, nargs="+", metavar="G", help=f"cache sizes in GiB (default: {sizes})")
-    host = "sizes of the host tier in GiB, each combined with each --cache-gb; 0: none (default: 0)"
+    host = "sizes of the host tier in GiB, each combined with each --cache-gb; 0 is no host tier (default: 0)"
     add("--host-cache-gb", type=float, nargs="+", metavar="G", help=host)
     block = CacheConfig().block_size_tokens
-    add("--block-size", type=int, default=block, metavar="N", help="tokens in a KV block (default: 256)")
+    add("--block-size", type=int, default=block, metavar="N", help="tokens per KV block (default: 256)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -151,8 +152,8 @@ def _add_directory_arguments(parser: ArgumentParser) -> Any:
     model.add_argument(
         "--load",
         metavar="DIR",
-        help="directory of a Megatron distributed checkpoint (torch_dist), written by this package or by Megatron-LM: "
-        "of one iteration, or of a run, whose latest iteration is loaded",
+        help="directory of a Megatron distributed checkpoint (torch_dist), written by this package or by Megatron-LM; "
+        "for the directory of a training run, its latest iteration is loaded",
     )
     return model
 
@@ -166,7 +167,7 @@ def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> No
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     add_cache_arguments(cache)  # type: ignore[arg-type]
     drafts = parser.add_argument_group("speculative decoding", "These flags need --num-speculative-tokens above 0.")
-    drafts.add_argument("--drafter", choices=DRAFTERS, help="source of drafts (default: prompt-lookup)")
+    drafts.add_argument("--drafter", choices=DRAFTERS, help="method that generates drafts (default: prompt-lookup)")
     drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")
 
 
@@ -214,9 +215,9 @@ COMMANDS: Mapping[str, tuple[str, str, Callable[[FlagParser], object]]] = {
         ),
     ),
     "plan": (
-        "print what caches of several sizes would save on a recorded load",
-        "Replay a recorded load through the cache's policy, without a model or a GPU, and print the prompt tokens "
-        "that a cache of each size would have skipped.",
+        "estimate how much prefill caches of several sizes would save on a recorded load",
+        "Replay a recorded load through the cache's policy, without a model or a GPU, and print how many prompt tokens "
+        "would not have needed prefill with each cache size.",
         _add_plan_arguments,
     ),
 }

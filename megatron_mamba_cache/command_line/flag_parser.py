@@ -130,7 +130,7 @@ def flags_of(parser: Any) -> set[str]:
 
 
 def placed(message: str, set_flags: Iterable[SetFlag]) -> str:
-    """Prefix an error message with where the flags named before its first semicolon were set, if in `set_flags`."""
+    """Prefix an error message with the sources of those `set_flags` that it names before its first semicolon."""
     named = set(_FLAG.findall(message.split(";", 1)[0]))
     sources = [one.source for one in set_flags if named.intersection(one.names) and one.source not in message]
     return f"{' and '.join(sources)}: {message}" if sources else message

@@ -192,18 +192,18 @@ def _takes_list(action: Action) -> bool:
 
 
 def _entries(path: Path) -> list[tuple[yaml.Node, yaml.Node]]:
-    """Return the key and value nodes of the mapping in a YAML file. Scalars stay text."""
+    """Return the key and value nodes of the mapping in a YAML file, in which scalars are still text."""
     try:
         with path.open(encoding="utf-8") as file:
             root = yaml.compose(file, yaml.SafeLoader)
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or str(error)
         line = "" if mark is None else f", line {mark.line + 1}"
-        raise UsageError(f"--config {path}{line}: not YAML: {problem}") from error
+        raise UsageError(f"--config {path}{line} is not valid YAML: {problem}") from error
     except RecursionError as error:
-        raise UsageError(f"--config {path}: nested too deeply") from error
+        raise UsageError(f"--config {path} is nested too deeply") from error
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: {getattr(error, 'strerror', None) or error}") from error
+        raise UsageError(f"--config {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if root is None or (isinstance(root, yaml.ScalarNode) and _is_null(root)):
         return []
     if not isinstance(root, yaml.MappingNode):

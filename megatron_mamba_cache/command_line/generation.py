@@ -31,7 +31,7 @@ EXIT_OUTPUTS_DIFFER = 1
 
 
 class Generation:
-    """Runs prompts on a model and its replicas, with the settings that the flags give."""
+    """Runs prompts on a model or on several replicas of it, with the settings from the flags."""
 
     def __init__(self, arguments: Namespace, directory: ModelDirectory | None, device: str, replicas: Replicas) -> None:
         self._replicas = replicas

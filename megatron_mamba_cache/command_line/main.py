@@ -32,7 +32,7 @@ from .server_arguments import api_keys_of, check_server_arguments, routing_setti
 
 
 def serve(arguments: Namespace) -> int:
-    """Run the serve command until a signal ends it, and return the exit status; raise `UsageError` if a flag is bad."""
+    """Run the serve command until a signal ends it, and return the exit status; raise `UsageError` for a bad flag."""
     try:
         require_extra("server", "serve")
     except MissingExtraError as error:
@@ -71,7 +71,7 @@ def bound_socket(host: str, port: int) -> socket.socket:
         listener.bind(address)
     except OSError as error:
         raise UsageError(
-            f"--host {host} --port {port}: {error.strerror or error}; choose another host or port"
+            f"cannot listen on --host {host} --port {port}: {error.strerror or error}; choose another host or port"
         ) from error
     return listener
 

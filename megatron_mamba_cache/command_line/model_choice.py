@@ -69,7 +69,7 @@ def has_shipped_model() -> bool:
 
 
 def fills_card(directory: ModelDirectory | None, device: str) -> bool:
-    """Return True if the model is the user's and runs on a GPU; by default, its cache then fills the GPU."""
+    """Return True if the model is the user's and runs on a GPU; its cache then fills the GPU's memory by default."""
     return device == "cuda" and directory is not None and not directory.is_shipped
 
 

@@ -28,12 +28,12 @@ def read_prompts(path: str) -> list[PromptLine]:
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
-        raise UsageError(f"--prompts {path}: {error.strerror or error}") from error
+        raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"--prompts {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise UsageError(f"--prompts {path} is not UTF-8 text ({error.reason} at byte {error.start})") from error
     lines = text.rstrip().split("\n")  # splitlines() would also split at separators inside JSON strings
     if lines == [""]:
-        raise UsageError(f"--prompts {path}: the file is empty; add at least one line")
+        raise UsageError(f"--prompts {path} is empty; add at least one line")
     parsed = []
     for request_id, line in enumerate(lines):
         try:

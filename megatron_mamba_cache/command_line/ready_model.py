@@ -81,7 +81,7 @@ def engine_for(
     """Build an engine, with a drafter if `config` enables drafts.
 
     Raises:
-        UsageError: If the settings do not suit the model or need more memory than there is.
+        UsageError: If the settings do not suit the model or need more memory than is free.
     """
     drafter = None
     if config.num_speculative_tokens:

@@ -74,7 +74,8 @@ class RequestRunner:
     Args:
         tokenizer: Encodes prompt text and decodes replies.
         on_tokens: Called after each step with the number of tokens that it generated.
-        continues: Given True if this engine has requests, returns True if another step is needed.
+        continues: Called with True if this engine has requests; returns True if the engine must run another step, which
+            a peer's requests may require even if this engine has none.
     """
 
     def __init__(

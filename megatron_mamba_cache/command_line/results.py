@@ -180,7 +180,7 @@ def check_writable(path: str) -> None:
         if not existed:
             target.unlink()
     except OSError as error:
-        raise UsageError(f"--output-path {path}: {error.strerror or error}") from error
+        raise UsageError(f"--output-path {path} cannot be written: {error.strerror or error}") from error
 
 
 def write_output(path: str, result: RunResult, **more_summary: object) -> None:
@@ -192,4 +192,4 @@ def write_output(path: str, result: RunResult, **more_summary: object) -> None:
     try:
         Path(path).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"--output-path {path}: {error.strerror or error}") from error
+        raise UsageError(f"--output-path {path} cannot be written: {error.strerror or error}") from error

@@ -26,7 +26,7 @@ _FLAGS_OF_LIMITS = {
     "response_bytes": "--responses-mb",
 }
 _CORS_IN_WORDS = (
-    "origin whose pages may call the API from a browser, such as https://chat.example; * for all; may be repeated "
+    "origin of web pages that may call the API, such as https://chat.example; * for all; may be repeated "
     "(default: none)"
 )
 
@@ -41,29 +41,36 @@ def add_server_arguments(parser: ArgumentParser) -> None:
     """Add the flags for the server and its limits to a parser."""
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)")
-    add("--port", type=int, default=5000, help="port to listen on; 0 takes a free one (default: 5000)")
-    names = "model names for clients; replies have the first one (default: the directory's name)"
+    add("--port", type=int, default=5000, help="port to listen on; 0 selects a free port (default: 5000)")
+    names = "model names that clients may use; replies contain the first (default: the directory's name)"
     add("--served-model-name", nargs="+", metavar="NAME", help=names)
-    key = "API key; may be repeated, and keys share no prefixes. Without a key, all requests are served"
+    key = (
+        "API key; may be repeated. Requests with different keys share no cached prefixes. Without this flag, no key is "
+        "needed"
+    )
     add("--api-key", action="append", default=[], metavar="KEY", help=key)
-    add("--admin-api-key", action="append", default=[], metavar="KEY", help="only this key may read metrics and flush")
-    keys = "API keys, one per line, KEY or NAME: KEY; hidden from other users, unlike flags; logs show the name"
+    admin = "API key that is needed to read metrics and to flush the cache; may be repeated"
+    add("--admin-api-key", action="append", default=[], metavar="KEY", help=admin)
+    keys = (
+        "file with one API key per line, as KEY or NAME: KEY; logs show the name. Other users of the machine can see "
+        "flags, but not the contents of a file"
+    )
     add("--api-key-file", metavar="FILE", help=keys)
-    add("--admin-api-key-file", metavar="FILE", help="the same for admin keys")
+    add("--admin-api-key-file", metavar="FILE", help="file with admin API keys, in the same format")
     add("--cors-origin", action="append", default=[], metavar="ORIGIN", help=_CORS_IN_WORDS)
-    line = "write a line to stdout for each completed request except probes (default: text)"
+    line = "format of the line on stdout for each completed request except health probes (default: text)"
     add("--access-log", choices=("text", "json", "off"), default="text", help=line)
-    traces = "URL for OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs the extra otel"
+    traces = "URL that accepts OpenTelemetry traces, such as http://localhost:4318/v1/traces; needs the extra otel"
     add("--otlp-traces-endpoint", metavar="URL", help=traces)
-    info = "serve /tokenizer_info: the tokenizer's settings and chat template, to every API key"
+    info = "serve the tokenizer's settings and chat template at /tokenizer_info, to every API key"
     add("--enable-tokenizer-info-endpoint", action="store_true", help=info)
-    load = "append a line for each served request: times, lengths and salted hashes, no text; for plan --trace"
+    load = "append a line per request to this file: times, lengths and salted hashes, no text; see plan --trace"
     add("--record-load", metavar="FILE", help=load)
-    add = parser.add_argument_group("reply formats", "By default they follow from the chat template.").add_argument
+    add = parser.add_argument_group("reply formats", "By default, the chat template determines them.").add_argument
     parsers = (AUTO, NONE, *TOOL_CALL_PARSERS)
     add("--tool-call-parser", choices=parsers, default=AUTO, help="format of the model's tool calls (default: auto)")
     parsers = (AUTO, NONE, *REASONING_PARSERS)
-    add("--reasoning-parser", choices=parsers, default=AUTO, help="format of its reasoning (default: auto)")
+    add("--reasoning-parser", choices=parsers, default=AUTO, help="format of the model's reasoning (default: auto)")
     add = parser.add_argument_group("memory of a GPU", CARD_IN_WORDS).add_argument
     fraction = "fraction of the memory free after loading the weights, for KV blocks and states (default: 0.9)"
     add("--memory-fraction", type=float, default=0.9, metavar="F", help=fraction)
@@ -71,21 +78,21 @@ def add_server_arguments(parser: ArgumentParser) -> None:
 
 
 def _add_limits(parser: ArgumentParser) -> None:
-    in_words = "Requests beyond a limit are refused. If waiting helps, the status is 429, with the seconds to wait."
+    in_words = "Requests that exceed a limit are rejected, with status 429 and the seconds to wait if a retry can help."
     add = parser.add_argument_group("limits", in_words).add_argument
-    running = "maximum concurrently running requests (default: 16; on a GPU as many as fit, up to 256)"
+    running = "maximum concurrently running requests (default: 16; on a GPU, as many as fit, up to 256)"
     add("--max-running-requests", type=int, metavar="N", help=running)
     queued = "maximum queued requests (default: 1024)"
     add("--max-queued-requests", type=int, default=1024, metavar="N", help=queued)
-    choices = "maximum choices of one request, prompts times n (default: 1024)"
+    choices = "maximum choices per request: its number of prompts times n (default: 1024)"
     add("--max-choices", type=int, default=1024, metavar="N", help=choices)
     body = "maximum size of a request body in MiB (default: 4)"
     add("--max-body-mb", type=float, default=4.0, metavar="M", help=body)
-    drain = "seconds that accepted requests have to finish after SIGTERM (default: 25)"
+    drain = "seconds after SIGTERM in which accepted requests may finish (default: 25)"
     add("--drain-seconds", type=float, default=25.0, metavar="S", help=drain)
-    transcripts = "MiB per API key for the exact tokens of earlier turns (default: 16; 0 is off)"
+    transcripts = "MiB per API key for storing the exact tokens of earlier turns (default: 16; 0 is off)"
     add("--transcript-mb", type=float, default=16.0, metavar="M", help=transcripts)
-    responses = "MiB per API key for stored /v1/responses (default: 16; 0 is off)"
+    responses = "MiB per API key for storing responses of /v1/responses (default: 16; 0 is off)"
     add("--responses-mb", type=float, default=16.0, metavar="M", help=responses)
 
 
@@ -123,13 +130,15 @@ def _check_traces(url: str) -> None:
 def _check_record(path: str) -> None:
     if path.endswith(".gz"):
         raise UsageError(
-            f"--record-load {path}: lines are appended without compression; leave out .gz, and compress the file later"
+            f"--record-load {path} must not end in .gz, because lines are appended uncompressed; compress it later"
         )
     try:
         with open(path, "ab"):
             pass
     except OSError as error:
-        raise UsageError(f"--record-load {path}: {error.strerror or error}; give a file that can be written") from error
+        raise UsageError(
+            f"--record-load {path} cannot be written: {error.strerror or error}; give another file"
+        ) from error
 
 
 def check_server_arguments(arguments: Namespace) -> None:
@@ -165,14 +174,14 @@ def _check_origin(origin: str) -> None:
 
 def add_coordinator_arguments(parser: ArgumentParser) -> None:
     """Add the flags for the coordinator; `routing_settings` reads them."""
-    in_words = "Without these flags the coordinator of several processes listens on loopback only."
+    in_words = "The coordinator of several processes listens only on loopback, unless one of these flags is given."
     add = parser.add_argument_group("coordinator", in_words).add_mutually_exclusive_group().add_argument
     key = (
-        "file of 64 hexadecimal digits, shared by the processes of all hosts; create it with: "
+        "file with a key of 64 hexadecimal digits, the same on all hosts; create it with: "
         "(umask 077; openssl rand -hex 32 > FILE)"
     )
     add("--coordinator-key-file", metavar="FILE", help=key)
-    insecure = "listen to other hosts without a key: any client that reaches the port can stop the engines"
+    insecure = "accept other hosts without a key: any client that reaches the port can stop the engines"
     add("--insecure-coordinator", action="store_true", help=insecure)
 
 

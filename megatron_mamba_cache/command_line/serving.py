@@ -159,7 +159,7 @@ def _settings(
 def _draft_settings(
     shape: HybridModelShape, max_length: int, engine: CacheConfig, arguments: Namespace, card: Card | None
 ) -> dict[str, Any]:
-    """Return default fields of `CacheConfig` for a draft model."""
+    """Return the default values of `CacheConfig` fields for a draft model."""
     graphs = {"num_cuda_graphs": engine.num_cuda_graphs}
     if card is None:
         return default_draft_settings(shape, max_length, given_budget(arguments), ranks_of_process()) | graphs
@@ -167,7 +167,7 @@ def _draft_settings(
 
 
 def _card_of(model: Any, fraction: float) -> Card:
-    """Return the GPU's free memory and what steps of the model need; collective over the model's ranks."""
+    """Return the free memory of the GPU and the model's widest layer; collective over the model's ranks."""
     torch.cuda.empty_cache()
     (free,) = ranks_of_process().least([torch.cuda.mem_get_info()[0]])
     widest = max((weight.shape[0] for weight in model.decoder.parameters() if weight.dim() == 2), default=0)

@@ -37,7 +37,7 @@ _MOST_LIVE = 0.8  # maximum fraction of the budget for live states, replay rings
 _LEAST_GB = 1e-6  # minimum budget, because a budget must not be 0
 
 _FIXED_BYTES = 2 * _GIB  # CUDA graphs, library workspaces, fragmentation
-_WIDEST_LAYERS = 4  # activations as wide as the widest layer that exist at the same time
+_WIDEST_LAYERS = 4  # number of activations, each as wide as the widest layer, that are in memory at the same time
 _BYTES_A_LOGIT = 12  # one bf16 and two float32 copies; 10 bytes measured, see `server_defaults.md`
 _BYTES_A_SAMPLED_LOGIT = 24  # includes draft-model logits and the logits that verify the drafts
 
@@ -103,8 +103,9 @@ def card_settings(
     """Return `CacheConfig` fields that fill a GPU; collective over the model's ranks.
 
     KV blocks and states share one budget: `fraction` of the free memory, or the memory that the largest step leaves if
-    that is less. Half of the budget determines the number of concurrent requests, at most 256: each needs a live state
-    and KV blocks for 2,048 tokens. With replayed draft states, the number of drafts usually does not matter.
+    that is less. By default, as many requests run concurrently as fit in half of the budget, but at most 256;
+    each needs a live state and KV blocks for 2,048 tokens. If draft states are replayed, drafts usually do not lower
+    that number.
 
     Args:
         max_length: Maximum sequence length of the model, which is reduced if memory is short.
@@ -191,7 +192,7 @@ def _live_bytes(shape: "HybridModelShape", sizes: CacheConfig) -> int:
 
 
 def longest_request(shape: "HybridModelShape", config: CacheConfig, budget: float, ranks: "Ranks") -> int:
-    """Return the maximum request length, in tokens, that fits in `budget` bytes; at least one block. Collective."""
+    """Return the maximum request length, in tokens, that fits in `budget` bytes, at least one block; collective."""
     config = shape.resolved(replace(config, cache_gb=max(budget / _GIB, _LEAST_GB)))
     unit = shape.unit_bytes(config)
     slab = SlabShape.fitting(ranks.gather(unit))
@@ -211,7 +212,7 @@ def _no_room(card: Card, budget: float, max_requests: int, state_bytes: int) -> 
 
 
 def _without_memory(shape: "HybridModelShape", block: int, given: Mapping[str, Any]) -> CacheConfig:
-    """Return a config for computing the bytes of a request and of a state; its pool sizes have no meaning."""
+    """Return a config from which the bytes of a request and of a state can be computed; it sets no pool sizes."""
     asked = given.get("max_requests") or _CARD_MAX_REQUESTS
     forms = {name: given[name] for name in _SIZES_OF_STATES if given.get(name) is not None}
     most_tokens = max(_CARD_MAX_TOKENS, block, asked, given.get("max_tokens") or 0)

@@ -1,4 +1,4 @@
-"""Compile grammars for one vocabulary, and cache them for later requests."""
+"""Compile grammars for a model's vocabulary, and cache them for later requests."""
 
 import json
 from collections import OrderedDict
@@ -30,7 +30,7 @@ _MOST_OBJECTS_OF_PART = 2_000  # the time to compile an object grows with the sq
 _MOST_VALUES = 200_000  # maximum number of JSON values in a schema after rewriting
 _KEPT_CHARACTERS, _MOST_KEPT = 8 * 2**20, 512
 TOO_COMPLEX = "the grammar of this request has become too complex to continue"
-"""First words of the error for a running request whose compiled grammar failed."""
+"""Start of the error message for a running request whose grammar matcher has failed."""
 
 
 class Grammars:
@@ -125,7 +125,7 @@ class Grammars:
 
 @lru_cache(maxsize=4096)
 def has_text(terminal: str) -> bool:
-    """Return False only if no text matches a terminal, given by its definition in Lark."""
+    """Return False if no text matches the terminal with this Lark definition, True if some text may match it."""
     found: bool = _llguidance().has_text(terminal)
     return found
 
@@ -138,7 +138,7 @@ def _parsed(grammar: str) -> Any:
     except (ValueError, RecursionError) as error:
         raise GrammarError(f"the grammar is not JSON, or is nested too deeply: {error}") from error
     parts = _parts(value)
-    for part in parts[1:] or parts:  # the first part only refers to the others
+    for part in parts[1:] or parts:  # the first part is the start rule, which refers to the others
         with at_location(_location(part)):
             _check(len(json.dumps(part, ensure_ascii=False)), "characters", _MOST_CHARACTERS_OF_PART)
             _check_objects(part, _MOST_OBJECTS_OF_PART)
@@ -172,7 +172,7 @@ def _prepare(grammar: Any, library: ModuleType) -> list[tuple[str, dict[str, Any
             with at_location(location):
                 part["json_schema"] = prepared(part["json_schema"], library.goes_on, library.schema_error)
                 if sum(1 for _ in islice(values_in(part["json_schema"]), _MOST_VALUES)) == _MOST_VALUES:
-                    reason = "the schema is too large with propertyNames and uniqueItems written out; make it smaller"
+                    reason = "the schema becomes too large when propertyNames and uniqueItems are expanded; simplify it"
                     raise GrammarError(reason)
             schemas.append((location, part["json_schema"]))
             part.pop(LOCATION, None)
@@ -196,7 +196,7 @@ GoesOn = Callable[[dict[str, Any], str], bool]
 
 
 def prepared(schema: dict[str, Any], goes_on: GoesOn, refusal: Refusal) -> dict[str, Any]:
-    """Return a schema that llguidance can enforce; all its values are finite and satisfy `schema`. Modifies `schema`.
+    """Return a schema that llguidance can enforce and that allows only finite values of `schema`. Modifies `schema`.
 
     Raises:
         GrammarError: If the schema cannot be enforced; the message gives the location and the reason.

@@ -24,10 +24,13 @@ _ONE_OF = "oneOf"
 
 
 def exclude_branches(root: Any) -> None:
-    """Replace each `oneOf` in a JSON schema, in place, by an `anyOf` whose alternatives exclude each other.
+    """Replace each `oneOf` in a JSON schema, in place, with an `anyOf` whose alternatives exclude each other.
 
-    If two alternatives overlap, one is narrowed: it must have a property whose allowed values differ between the two,
-    or must not have a property that the other requires. If neither is possible, raise `GrammarError`.
+    If two alternatives overlap, one is narrowed: it then requires a property whose allowed values differ between the
+    two, or forbids a property that the other requires.
+
+    Raises:
+        GrammarError: If two alternatives overlap and neither way is possible.
     """
     for _ in range(_MOST_COPIES):
         chosen = {

@@ -18,19 +18,19 @@ SpecialId = Callable[[str], int | None]
 """Returns the id of the special token with this text; None if there is no such token."""
 
 _WHITE_SPACE = r"( |\n {0,16})?"
-"""Allowed between JSON tokens: nothing, one space, or a line break and an indentation."""
+"""White space allowed between JSON tokens: none, one space, or a line break and an indentation."""
 ANY = r"(.|\n)*"
 """Regular expression for any text."""
 _MARKUP = re.compile(r"<[^<>\s]+>|<\|[^<>]+\|>")
 GUIDANCE = "x-guidance"
 """Key in a schema under which llguidance reads its settings."""
 LOCATION = "location"
-"""Key in a part for the schema's location in the request; removed before llguidance reads the grammar."""
+"""Key under which a part of a grammar names the request field of its schema; removed before compilation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """Grammar given by the definition of its start rule, and the rules and grammars to which that refers."""
+    """Grammar of a reply: the definition of its start rule, and the rules and grammars to which this refers."""
 
     rule: str  # in llguidance's dialect of Lark
     rules: Mapping[str, str] | None = None  # other rules, by name
@@ -38,7 +38,7 @@ class Grammar:
 
     @property
     def text(self) -> str:
-        """The grammar serialized as JSON text, in the form in which it is sent with a request."""
+        """The grammar serialized as JSON text, as it is sent with a request."""
         lines = [f"start: {self.rule}", *(f"{name}: {rule}" for name, rule in (self.rules or {}).items())]
         parts = [{"name": name, **part} for name, part in (self.parts or {}).items()]
         return json.dumps({"grammars": [{"lark_grammar": "\n".join(lines)}, *parts]}, ensure_ascii=False)

@@ -46,7 +46,7 @@ Refusal = Callable[[Schema], str | None]
 
 
 def hold_words(root: Any, refusal: Refusal) -> None:
-    """Rewrite a JSON schema, in place, so that it has only keywords that llguidance enforces; accepts all drafts.
+    """Rewrite a JSON schema of any version, in place, so that it has only keywords that llguidance enforces.
 
     Raises:
         GrammarError: If a keyword cannot be enforced; the message gives its location.
@@ -60,7 +60,7 @@ def hold_words(root: Any, refusal: Refusal) -> None:
 
 
 def drop_empty_words(schema: Schema, _root: Any = None) -> None:
-    """Remove keywords that have no effect, and rewrite keywords from older drafts of JSON Schema."""
+    """Remove keywords that have no effect, and rewrite keywords from older versions of JSON Schema, in place."""
     for word, values in _NO_WORDS.items():
         if word in schema and any(is_same(schema[word], value) for value in values):
             del schema[word]
@@ -85,7 +85,7 @@ def drop_empty_words(schema: Schema, _root: Any = None) -> None:
 
 
 def _hold_strings(schema: Schema, _root: Any, refusal: Refusal) -> None:
-    """Rewrite `pattern`, `format` and `patternProperties`; drop a format that no text with the pattern can have."""
+    """Rewrite `pattern`, `format` and `patternProperties`, in place; drop a format that contradicts the pattern."""
     name, pattern = schema.get("format"), schema.get("pattern")
     parts = [] if not isinstance(pattern, str) else words_of_pattern(pattern, name)
     is_plain = all(part.keys() == {"pattern"} for part in parts)
@@ -125,7 +125,9 @@ def _hold_names(schema: Schema, root: Any) -> None:
     is_matched = {name: _matches(pattern, name) for name in properties}
     is_overlap = any(is_matched.values()) and others not in (True, False, {})
     if schema.get("patternProperties") or is_overlap:
-        raise GrammarError("propertyNames cannot be enforced together with other keywords; use patternProperties alone")
+        raise GrammarError(
+            "propertyNames cannot be enforced together with other keywords for properties; use patternProperties alone"
+        )
     schema["properties"] = {name: value if is_matched[name] else False for name, value in properties.items()}
     if others is not False:
         schema["patternProperties"] = {pattern: others}
@@ -182,8 +184,8 @@ def _hold_unique(schema: Schema, root: Any) -> None:
     longest = min(len(values), most if isinstance(most, int) else len(values))
     if perm(len(values), max(longest - 1, 0)) > _MOST_ORDERS:
         raise GrammarError(
-            f"uniqueItems of {len(values)} values has too many orders to be enforced; set maxItems to a smaller "
-            "number, or leave uniqueItems out"
+            f"uniqueItems with {len(values)} values has too many permutations to be enforced; lower maxItems, or leave "
+            "uniqueItems out"
         )
     least = schema.get("minItems", 0)
     others = types_of(schema) - {"array"}

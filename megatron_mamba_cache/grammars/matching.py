@@ -19,7 +19,7 @@ _LONGEST_REASON = 400
 _MOST_THREADS = 8
 _QUOTE = ord('"')
 _NO_TEXT = "NoExtension"
-_MOST_ITEMS = 16_000  # maximum number of alternatives that the parser tracks at one position
+_MOST_ITEMS = 16_000  # maximum number of alternatives that the parser may track at one position
 _MOST_ITEMS_A_STEP = 64_000
 _BYTES_OF_TEXT = {*range(256)} - {0xC0, 0xC1, *range(0xF5, 0x100)}
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"|/(?:[^/\\]|\\.)*/')  # literal or regular expression
@@ -44,7 +44,7 @@ class _Vocabulary:
 
 
 class _Spelling:
-    """Tokenizes text so that the bytes of the tokens, joined, equal the text.
+    """Tokenizes text so that the concatenated bytes of the tokens equal the text.
 
     A tokenizer may add special tokens or a space before a text, or convert the name of a special token to that token.
     Its tokens are therefore used only if their bytes equal the text.
@@ -68,7 +68,7 @@ class _Spelling:
         return self._longest_first(text)
 
     def _tail(self, found: Sequence[int], text: bytes) -> list[int] | None:
-        """Return the tokens at the end of `found` whose joined bytes equal `text`; None if there are none."""
+        """Return the tokens at the end of `found` whose concatenated bytes equal `text`; None if there are none."""
         end = len(found)
         while end and not self._tokens[found[end - 1]]:
             end -= 1
@@ -93,13 +93,13 @@ class _Spelling:
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """A model's vocabulary in the form in which llguidance's matchers use it."""
+    """A model's vocabulary for llguidance's matchers."""
 
     tokenizer: LLTokenizer
     characters: frozenset[str] | None  # characters in all tokens; None if tokens can spell any character
 
     def check(self, grammar: str) -> None:
-        """Raise `GrammarError` if a literal text in a grammar has a character that is in no token."""
+        """Raise `GrammarError` if a literal text in a grammar contains a character that no token contains."""
         if self.characters is None:
             return
         for text in _texts_of(json.loads(grammar)):
@@ -109,7 +109,7 @@ class Vocabulary:
 
 
 def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
-    """Return a model's vocabulary. A token without text is allowed only where a grammar gives its id.
+    """Return a model's vocabulary. Matchers allow a token without text only if the grammar gives its id.
 
     Raises:
         GrammarError: If the tokenizer has no end token or no method `bytes_of`.
@@ -117,7 +117,7 @@ def read_vocabulary(tokenizer: Any, vocab_size: int) -> Vocabulary:
     end_ids = [end for end in (tokenizer.eod, *getattr(tokenizer, "other_end_ids", ())) if end >= 0]
     bytes_of = getattr(tokenizer, "bytes_of", None)
     if not end_ids or bytes_of is None:
-        lack = "an end token" if bytes_of is not None else "a function bytes_of"
+        lack = "an end token" if bytes_of is not None else "a method bytes_of"
         raise GrammarError(f"structured outputs need a tokenizer with {lack}, which this model's tokenizer lacks")
     special = {*getattr(tokenizer, "special_ids", ()), *end_ids}
     tokens = [b"" if token in special else bytes_of(token) or b"" for token in range(vocab_size)]
@@ -158,13 +158,13 @@ def _can_begin(matcher: LLMatcher, mask: bytes) -> bool:
 
 
 def schema_error(schema: dict[str, Any]) -> str | None:
-    """Return llguidance's error for a JSON schema, for any vocabulary; None if it compiles the schema."""
+    """Return the error that llguidance gives for a JSON schema with any vocabulary; None if it compiles the schema."""
     matcher = _byte_matcher(schema)
     return matcher.get_error() if matcher.is_error() else None
 
 
 def goes_on(schema: dict[str, Any], text: str) -> bool:
-    """Return False only if no JSON text that satisfies `schema` has a quote after the prefix `text`."""
+    """Return False if no JSON text that satisfies `schema` has a quote after the prefix `text`, True if one may."""
     matcher = _byte_matcher(schema)
     if matcher.is_error():
         return True
@@ -174,7 +174,7 @@ def goes_on(schema: dict[str, Any], text: str) -> bool:
 
 
 def has_text(terminal: str) -> bool:
-    """Return False only if no text matches a terminal, given by its definition in Lark."""
+    """Return False if no text matches the terminal with this Lark definition, True if some text may match it."""
     lark = f"start: TEXT\nTEXT: {terminal}"
     matcher = LLMatcher(_bytes(), json.dumps({"grammars": [{"lark_grammar": lark}]}), log_level=0)
     if not matcher.is_error():

@@ -1,4 +1,4 @@
-"""Narrow JSON schemas so that llguidance, which does not enforce some limits exactly, never allows an invalid value.
+"""Narrow JSON schemas where llguidance does not enforce a limit exactly, so that it never allows an invalid value.
 
 If a schema cannot be narrowed, `GrammarError` is raised.
 """
@@ -15,8 +15,8 @@ from .patterns import CLASS
 from .schema_words import also, at_location, list_of, locations_in, mapping_of, schemas_in, values_in
 
 _MOST_EXACT = 2**53
-"""Larger integers may not be exact in float64, which llguidance uses."""
-_LARGEST_INTEGER = 2**63 - 1024  # exact in float64; llguidance uses 64-bit integers for bounds, even for type number
+"""Integers up to this magnitude are exact in float64, which llguidance uses."""
+_LARGEST_INTEGER = 2**63 - 1024  # exact in float64; llguidance stores bounds as 64-bit integers, even for type number
 _WORDS_OF_STRINGS = ("pattern", "format", "minLength", "maxLength")
 _CODED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f]")
 """Characters that JSON can write only as `\\u` escapes."""
@@ -68,18 +68,18 @@ def check_escapes(schema: Any, has_text: Callable[[dict[str, Any]], bool]) -> No
             values = list_of(found.get("enum"))
             kept = [value for value in values if not any(map(_needs_codes, values_in(value)))]
             if values and not kept:
-                raise GrammarError(f"enum has only {reason}{remedy}")
+                raise GrammarError(f"every enum value has {reason}{remedy}")
             found |= {"enum": kept} if values else {}
             pattern_words = {word: found[word] for word in _WORDS_OF_STRINGS if word in found}
             if "pattern" in pattern_words and not has_text({"type": "string", **pattern_words}):
-                raise GrammarError(f"the pattern allows only {reason}{remedy}")
+                raise GrammarError(f"the pattern allows only texts with {reason}{remedy}")
 
 
 def guidance_for(schema: Any) -> dict[str, str]:
     """Return the llguidance settings for a schema.
 
     If an object may have unlisted property names, the settings forbid `\\u` escapes in the whole schema, because
-    llguidance would treat a name with escapes as different from the same name without.
+    llguidance would not recognize a listed name that is written with escapes.
     """
     is_open = any(
         (found.get("properties") or found.get("patternProperties")) and found.get("additionalProperties") is not False
@@ -89,7 +89,7 @@ def guidance_for(schema: Any) -> dict[str, str]:
 
 
 def _narrow_bound(schema: dict[str, Any], word: str) -> None:
-    """Replace a bound beyond 2**53 by the nearest float64 that satisfies it, and clamp all bounds to 2**63."""
+    """Replace a bound beyond 2**53 with the nearest float64 that satisfies it, and clamp all bounds to 2**63."""
     inward = -math.inf if word == "maximum" else math.inf
     outermost = _LARGEST_INTEGER if word == "maximum" else -_LARGEST_INTEGER
     exclusive_word = f"exclusive{word.capitalize()}"
@@ -132,11 +132,11 @@ def _check_constants(schema: dict[str, Any]) -> None:
     for word in ("const", "enum"):
         for value in values_in(schema.get(word)):
             if isinstance(value, int) and abs(value) > _MOST_EXACT and _float_of(value, word) != value:
-                raise GrammarError(f"{word} holds {value}, beyond 2**53, which float64 cannot distinguish")
+                raise GrammarError(f"{word} holds {value}, beyond 2**53, which float64 cannot represent exactly")
 
 
 def _narrow_count(schema: dict[str, Any]) -> None:
-    """Remove `minProperties` if enough properties are required; if one is missing, require any optional property."""
+    """Remove `minProperties` if enough properties are required by name; if one is missing, require any optional one."""
     least, required = schema.get("minProperties"), list_of(schema.get("required"))
     num_required = len(set(map(str, required)))
     is_free = schema.get("additionalProperties") is not False or schema.get("patternProperties")
@@ -161,7 +161,7 @@ def _float_of(value: int, word: str) -> float:
     try:
         return float(value)
     except OverflowError as error:
-        raise GrammarError(f"{word} holds an integer of more than 308 digits") from error
+        raise GrammarError(f"{word} holds an integer of more than 308 digits, too large for float64") from error
 
 
 def _narrowed_pattern(pattern: str) -> str:

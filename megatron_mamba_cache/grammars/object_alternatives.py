@@ -19,7 +19,7 @@ _OF_OTHERS = {"contains", "minContains", "maxContains", "unevaluatedItems", "une
 
 
 def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return one dict per alternative in an object schema, with its allowed "properties" and "required" names.
+    """Return a dict for each alternative of an object schema, with its allowed "properties" and "required" names.
 
     Raises:
         GrammarError: If there are too many alternatives or none, or if a keyword cannot be enforced.
@@ -32,7 +32,7 @@ def object_alternatives(schema: Mapping[str, Any]) -> list[dict[str, Any]]:
         found = [_merged(parts) for parts in _ways(whole, whole, 0)]
     possible = [alternative for alternative in map(_without_false, found) if alternative is not None]
     if not possible:
-        raise GrammarError("a required property is not allowed")
+        raise GrammarError("no object satisfies the schema, because a required property is not allowed")
     return possible
 
 
@@ -50,7 +50,7 @@ def _ways(schema: Any, root: Any, depth: int) -> list[list[dict[str, Any]]]:
     count = prod(map(len, groups))
     if count > _MOST_ALTERNATIVES:
         raise GrammarError(
-            f"anyOf and oneOf give {count} kinds of objects; at most {_MOST_ALTERNATIVES} can be enforced"
+            f"anyOf and oneOf combine to {count} alternatives; at most {_MOST_ALTERNATIVES} can be enforced"
         )
     return [[part for way in ways for part in way] for ways in product(*groups)]
 
@@ -97,7 +97,7 @@ def _check_words(schema: Mapping[str, Any], names: set[str], num_required: int) 
 
 
 def _may_have(schema: Any, names: set[str]) -> bool:
-    """Return True if a `propertyNames` schema allows all these names; False if that is unknown."""
+    """Return True if a `propertyNames` schema allows all these names; False if not, or if that is unknown."""
     if isinstance(schema, Mapping) and isinstance(schema.get("enum"), list):
         return names.issubset(map(str, schema["enum"]))
     try:

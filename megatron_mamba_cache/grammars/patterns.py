@@ -74,7 +74,7 @@ _COMMON: Mapping[str, str] = {
     "duration": "^P([0-9]{1,4}[YMWD]|([0-9]{1,4}D)?T[0-9]{1,4}(H([0-9]{1,4}M([0-9]{1,4}S)?)?|M([0-9]{1,4}S)?|S))$",
     "uri": "^https?://[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?([.][a-z]{2,10}){1,3}(/[A-Za-z0-9_-]*)*$",
 }
-"""Format → expression for common texts in this format, used where only a regular expression is possible."""
+"""Format → regular expression for common texts in this format, used where only a regular expression is possible."""
 _NO_EXAMPLES = ("", "a", "A1!", " ", "@", "a b", "-1", "admin", "Passw0rd!longer than most")
 
 
@@ -85,7 +85,7 @@ def words_of_format(name: str) -> Mapping[str, Any]:
         GrammarError: If the format is "regex", which no regular expression describes.
     """
     if name == "regex":
-        raise GrammarError("the format regex cannot be enforced; leave it out")
+        raise GrammarError('the format "regex" cannot be enforced; leave it out')
     return _FORMATS.get(name, {})
 
 
@@ -93,7 +93,7 @@ def pattern_of_properties(pattern: str) -> str:
     """Translate a pattern from `patternProperties`; raise `GrammarError` if it uses look-around."""
     if _looks_around(pattern):
         raise GrammarError(
-            f"patternProperties has {pattern!r:.100}, which uses lookahead or lookbehind; write it without"
+            f"the pattern {pattern!r:.100} in patternProperties uses lookahead or lookbehind; write it without them"
         )
     return translated(pattern, ".")
 
@@ -102,8 +102,10 @@ def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str,
     """Return keyword sets that replace a pattern; texts that satisfy all of them match the pattern.
 
     A look-ahead at the start becomes a separate pattern. A pattern with look-around elsewhere is replaced by a format
-    if it matches typical texts in this format. The format is `format_name` or, if that is None or has no known texts,
-    the only format that qualifies. If there is none or more than one, `GrammarError` is raised.
+    whose example texts it matches: `format_name` if there are examples for it, otherwise the only such format.
+
+    Raises:
+        GrammarError: If there is no such format, or more than one.
     """
     ahead, rest = _split_ahead(pattern)
     parts = [*ahead, rest]
@@ -115,7 +117,7 @@ def words_of_pattern(pattern: str, format_name: str | None) -> list[Mapping[str,
     if is_other:
         raise GrammarError(
             f"the pattern {pattern!r:.100} has lookahead or lookbehind (`(?!`, `(?<=`, `\\b`), which cannot be "
-            "enforced; write it without, or name a format such as email instead"
+            "enforced; write it without them, or use a format such as email instead"
         )
     (name,) = taken
     return [{"pattern": _EMAIL} if name == "email" else _FORMATS[name]]
@@ -138,7 +140,7 @@ def pattern_of_names(schema: Any) -> str:
 
 
 def whole_patterns(schema: Mapping[str, Any]) -> list[str]:
-    """Return expressions for a schema's `pattern` and `format`; each must match the whole text.
+    """Return regular expressions for a schema's `pattern` and `format`; a text must match each of them as a whole.
 
     Raises:
         GrammarError: If the pattern or the format cannot be translated.
@@ -160,7 +162,10 @@ def _whole(pattern: str) -> str:
 
 
 def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
-    """Return an expression for whole texts that contain a pattern, at their start or end if the flags say so."""
+    """Return an expression that matches a whole text if it contains a pattern.
+
+    The pattern must be at the start of the text if `is_start`, and at its end if `is_end`.
+    """
     branches = []
     for branch in _branches(pattern):
         is_anchored = re.search(r"(?<!\\)(\\\\)*\$$", branch) is not None
@@ -172,7 +177,7 @@ def _in_text(pattern: str, *, is_start: bool, is_end: bool) -> str:
             branches.append(_in_text(inner[group.end() : -1], is_start=at_start, is_end=at_end))
             continue
         if any(sign in CLASS.sub("", inner) for sign in "^$"):
-            raise GrammarError(f"the pattern {pattern!r:.100} has `^` or `$` inside; write it without")
+            raise GrammarError(f"the pattern {pattern!r:.100} has `^` or `$` inside; use them only at its start or end")
         branches.append(f"{'' if at_start else _ANYTHING}({inner}){'' if at_end else _ANYTHING}")
     return f"({'|'.join(branches)})"
 
@@ -211,7 +216,7 @@ def _translated_class(text: str) -> str:
     other = _OTHER_CLASS.search(text)
     if other is not None:
         raise GrammarError(
-            f"the pattern has {other[0]!r}, which JSON Schema reads as single characters; list the characters"
+            f"the pattern has {other[0]!r}, which JSON Schema reads as single characters; list the characters instead"
         )
     start = 2 if text.startswith("[^") else 1
     inner = re.sub(r"(\\.)|\[|(?<=[~&])[~&]", lambda found: found[0] if found[1] else f"\\{found[0]}", text[start:-1])
@@ -229,7 +234,7 @@ def _in_class(escape: re.Match[str]) -> str:
 def _character(code: int) -> str:
     if 0xD800 <= code < 0xE000 or code > 0x10FFFF:
         raise GrammarError(
-            f"a pattern contains half of a surrogate pair, U+{code:04X}; write it whole, as \\u{{1F600}}"
+            f"a pattern contains half of a surrogate pair, U+{code:04X}; write one code point, such as \\u{{1F600}}"
         )
     return f"\\x{{{code:x}}}"
 

@@ -1,4 +1,4 @@
-"""Grammars for replies with reasoning: free text between two markers, then text that follows another grammar.
+"""Build grammars for replies with reasoning: free text between two markers, then text that follows another grammar.
 
 A model may start a tool call inside its reasoning, without the closing marker. The tool call then ends the reasoning.
 """
@@ -71,7 +71,7 @@ class ReasoningGrammar:
 
     @property
     def _closed(self) -> str:
-        """Expression for text up to and including a closing marker that ends its line or is not just quoted."""
+        """Expression for text up to and including a closing marker that ends its line or is not quoted."""
         close, before = escaped(self.closing), _before_tag(is_tag=self.closing.startswith("<"))
         return rf"(({before}|{self._start}){close}|{ANY}{close}[ \t\r]*\n)"
 

@@ -25,7 +25,7 @@ HasText = Callable[[Schema], bool]
 
 
 def close_names(root: Any, has_text: HasText) -> None:
-    """Replace each pattern in `patternProperties` that matches only listed properties by these properties, in place.
+    """Replace each pattern in `patternProperties` that matches only listed properties with these properties, in place.
 
     If listed properties and patterns cover all names, additional properties are forbidden. `has_text` returns True if
     an object that satisfies a schema can have a property.
@@ -62,7 +62,7 @@ def _only(pattern: str, names: set[str]) -> Schema:
 
 
 def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> None:
-    """Replace a pattern in `patternProperties` by those of the names that it matches."""
+    """Replace a pattern in `patternProperties` with a property for each of `names` that it matches, in place."""
     value = schema["patternProperties"].pop(pattern)
     properties = schema["properties"] = mapping_of(schema.get("properties"))
     for name in sorted(names):
@@ -71,7 +71,7 @@ def _name(schema: Schema, pattern: str, names: set[str], has_text: HasText) -> N
 
 
 def _names_of_values(locations: dict[str, Schema], root: Any) -> dict[int, set[str]]:
-    """Return, by id of schema, the property names listed by the schema or by schemas for the same value."""
+    """Return the property names that each schema, or another schema for the same value, lists, by `id(schema)`."""
     leader = {id(found): id(found) for found in locations.values()}
 
     def find(number: int) -> int:
@@ -97,7 +97,11 @@ _SCALARS = {"null", "boolean", "integer", "number", "string"}
 
 
 def close_endless(root: Any) -> None:
-    """Replace, in place, subschemas that only infinite values satisfy by false; raise `GrammarError` for the root."""
+    """Replace subschemas that only infinite values satisfy with false, in place; the root must not be one.
+
+    Raises:
+        GrammarError: If no finite value satisfies the root.
+    """
     locations = list(locations_in(root).values())
     finite: set[int] = set()
     while True:
@@ -125,9 +129,9 @@ def _refuse(root: dict[str, Any], finite: set[int]) -> None:
         step, found = lacking[0]
         path = path_of(step) if step.startswith("#") else f"{path}.{step}".lstrip(".")
     if found is False:
-        path = _MEMBER_OF_ALL.sub("", path)  # added by `drop_empty_words`, which rewrites `not: {}`
+        path = _MEMBER_OF_ALL.sub("", path)  # `drop_empty_words` added it to rewrite `not: {}`
     with at_location(path):
-        reason = "a property is required whose schema allows no value" if found is False else "references never end"
+        reason = "the schema of a required property allows no value" if found is False else "references never end"
         raise GrammarError(f"no JSON value matches the schema: {reason}")
 
 
@@ -197,19 +201,19 @@ _SENTENCES: tuple[tuple[str, str], ...] = (
     ),
     (
         r"circular references with sibling keys.*",
-        "a recursive $ref has other keywords next to it; move them to the schema that it names",
+        "a recursive $ref must not have other keywords next to it; move them to the schema that it refers to",
     ),
     (r"Resource '(.*?)' is not present.*", r"$ref names \1, which is not in the schema; write it under $defs"),
     (r"Pointer '(.*?)' does not exist.*", r"$ref names #\1, which is not in the schema"),
     (r"Failed to parse array index '(.*?)'.*", r"$ref names \1 in a list, which is not in the schema"),
-    (r"Schema intersection stack level exceeded.*", "allOf and $ref combine too many schemas; write fewer"),
+    (r"Schema intersection stack level exceeded.*", "allOf and $ref combine too many schemas; use fewer"),
     (r"recursion limit exceeded.*", "the schema is nested too deeply: recursion limit exceeded"),
-    (r"regex parse error: ?(.*)", r"the pattern cannot be read: \1"),
+    (r"regex parse error: ?(.*)", r"the pattern is not a valid regular expression: \1"),
     (
         r"lookarounds not supported.*? in regex (.*)",
-        r"the pattern \1 has `^`, `$` or the end of a word inside, which cannot be enforced; write it without",
+        r"the pattern \1 has `^`, `$` or a word boundary inside, which cannot be enforced; write it without them",
     ),
-    (r"Failed to generate regex for (float|integer) range.*", "minimum or maximum is beyond 2**63; use one within it"),
+    (r"Failed to generate regex for (float|integer) range.*", "minimum or maximum is beyond 2**63; use a smaller one"),
     (r"Expected f64 for '(.*?)', got (.*)", r"\1 must be a number, not \2"),
     (r"Expected positive integer for '(.*?)', got (.*)", r"\1 must be an integer of 0 or more, not \2"),
     (r"Expected (\w+) for '(.*?)', got (.*)", r"\2 must be of type \1, not \3"),

@@ -65,7 +65,7 @@ def with_root(schema: Mapping[str, Any], root: Mapping[str, Any]) -> dict[str, A
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and its subschemas, parents first. A property name that equals a keyword is not taken for one."""
+    """Yield a schema and its subschemas, parents first. A property whose name is a keyword is treated as a property."""
     yield from locations_in(schema).values()
 
 
@@ -125,7 +125,7 @@ def target_of(reference: str, root: Any) -> Any:
 
 
 def resolved(schema: Any, root: Any) -> Any:
-    """Return the target if a schema is only a reference that `root` resolves, otherwise the schema itself."""
+    """Return the target of a schema that is only a reference; the schema itself if it is not, or has no target."""
     for _ in range(_MOST_NAMES):
         if not isinstance(schema, Mapping) or schema.keys() != {"$ref"} or not isinstance(schema["$ref"], str):
             break
@@ -201,7 +201,7 @@ def values_in(value: Any) -> Iterator[Any]:
 
 
 def _drop_unused_definitions(root: dict[str, Any]) -> None:
-    """Remove unused definitions from a schema, if every reference in it leads to a definition."""
+    """Remove unused definitions from a schema, in place; do nothing if a reference has another target."""
     names = {(word, name) for word in _DEFINITIONS for name in mapping_of(root.get(word))}
     outer = {word: value for word, value in root.items() if word not in _DEFINITIONS}
     used: set[tuple[str, str]] = set()

@@ -1,9 +1,9 @@
 """Activation functions applied between the two GEMMs of a feed-forward layer.
 
 This package's GEMM kernels apply the activation themselves, before they round. The kernels below apply it to the result
-of another library's GEMM. Torch would need two launches and would read the non-contiguous halves without vectorized
-loads. Layout: contiguous; the input of `gated_silu` is [tokens, 2 * width], gates first. Safe in CUDA graphs: no host
-sync.
+of another library's GEMM. For `gated_silu`, torch would need two launches and would read the non-contiguous halves
+without vectorized loads. Layout: contiguous; the input of `gated_silu` is [tokens, 2 * width], gates first. Safe in
+CUDA graphs: no host sync.
 """
 
 from typing import Literal
@@ -61,7 +61,9 @@ def gated_silu(products: Tensor) -> Tensor:
     Reference: `gated_silu_ref`. CUDA-graph safe: no host sync, one launch.
     """
     if products.shape[-1] % 2:
-        raise ValueError(f"the last dimension (gates, then gated values) must be even, found {products.shape[-1]}")
+        raise ValueError(
+            f"the last dimension of products (gates, then values) must be even, found {products.shape[-1]}"
+        )
     if (
         not launches_kernel(products)
         or not is_computed_in_fp32(products)
@@ -127,5 +129,5 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def squared_relu_ref(x: Tensor) -> Tensor:
-    """Torch reference for `squared_relu`; Megatron's function is not used, as each number of tokens recompiles it."""
+    """Torch reference for `squared_relu`; Megatron's function would recompile for each number of tokens."""
     return F.relu(x).square()

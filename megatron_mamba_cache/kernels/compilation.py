@@ -27,7 +27,7 @@ _Hook = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Compilations:
-    """Number of compiled kernels, and the time during which at least one was being compiled or loaded."""
+    """Number of compiled kernels, and the seconds during which at least one was being compiled or loaded."""
 
     num_kernels: int = 0
     seconds: float = 0.0
@@ -38,7 +38,7 @@ class Compilations:
 
 
 class CompilationWatch:
-    """Counter of compilations that uses Triton's hooks and forwards each event to the hooks installed before."""
+    """Counter of compilations: installs Triton hooks, which also call any hooks that were installed before."""
 
     def __init__(self) -> None:
         self.total = Compilations()  # since the hooks were installed
@@ -60,7 +60,7 @@ class CompilationWatch:
 
     @contextmanager
     def compiling_ahead(self) -> Iterator[None]:
-        """Context manager that counts kernels compiled by other threads for this one; `add_seconds` adds the time."""
+        """Context manager that counts kernels that other threads compile for this one; `add_seconds` adds the time."""
         self._thread.ahead = set()
         try:
             yield
@@ -186,7 +186,7 @@ class LoadingExecutor(ThreadPoolExecutor):
 
 
 class _Launches:
-    """Patch for Triton that makes the kernel launches of chosen threads only compile; see `only_compile`."""
+    """Patch for Triton that turns the kernel launches of some threads into compilations; see `only_compile`."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -195,7 +195,7 @@ class _Launches:
 
     @contextmanager
     def only_compile(self) -> Iterator[None]:
-        """Context manager in which this thread's kernel launches only compile the kernels."""
+        """Context manager in which this thread's kernel launches compile kernels instead of running them."""
         with self._lock:
             if not self._threads:
                 self._run, JITFunction.run = JITFunction.run, self._replacement(JITFunction.run)
@@ -220,11 +220,12 @@ _LAUNCHES = _Launches()
 
 @contextmanager
 def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> Iterator[None]:
-    """Context manager in which this thread's kernel launches only compile the kernels, in parallel.
+    """Context manager in which this thread's kernel launches compile kernels in parallel instead of running them.
 
-    All kernels are loaded when the context exits. Their outputs stay undefined, so no indices and no persistent state
-    may be computed from them. If a kernel fails to compile, its first real launch raises the error. Launches in
-    other threads are not affected. If the code in the context raises, compilations that have not started are cancelled.
+    All kernels are loaded when the context exits. Their outputs stay undefined, so the code in the context must not
+    compute indices or persistent state from them. If a kernel fails to compile, its first real launch raises the error.
+    Launches in other threads are not affected. If the code in the context raises, compilations that have not started
+    are cancelled.
     """
     executor, mode_before = LoadingExecutor(num_threads(), device), _async_compile.active_mode.get()
 
@@ -252,6 +253,6 @@ def compiling_ahead(device: torch.device, watch: CompilationWatch = WATCH) -> It
 
 
 def num_threads() -> int:
-    """Return the number of compiler threads: this process's share of the CPU cores, as each GPU has a process."""
+    """Return the number of compiler threads, 2 to 16: the CPU cores divided by the number of GPU processes."""
     num_processes = max(torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1)
     return min(max(len(os.sched_getaffinity(0)) // num_processes, 2), _MOST_THREADS)

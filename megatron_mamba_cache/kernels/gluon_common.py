@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-# Gluon is experimental and its names change: Triton 3.9's name comes first, then Triton 3.6's.
+# Gluon is experimental, and names differ between releases: Triton 3.9's comes first, then Triton 3.6's.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

@@ -1,4 +1,4 @@
-"""Device functions that are missing from Triton's language."""
+"""Device functions that Triton's language lacks, and their torch references."""
 
 import torch
 import triton

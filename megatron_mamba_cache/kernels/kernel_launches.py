@@ -26,7 +26,7 @@ def is_computed_in_fp32(*tensors: Tensor) -> bool:
 def wants_gradient(*tensors: Tensor | None) -> bool:
     """Return True if autograd records operations on any of the tensors; no kernel has a backward pass.
 
-    In inference mode nothing is recorded, although Megatron enables gradients around its residual adds.
+    In inference mode nothing is recorded, even where Megatron enables gradients (around its residual adds).
     """
     is_recorded = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     return is_recorded and any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -45,7 +45,7 @@ def num_multiprocessors(device: torch.device) -> int:
 
 
 def resident_programs(device: torch.device, per_multiprocessor: int) -> int:
-    """Return the number of programs that can run concurrently on a device; 2 for Triton's interpreter."""
+    """Return how many programs a device runs concurrently, given the number per multiprocessor; 2 if interpreted."""
     return per_multiprocessor * num_multiprocessors(device) if device.type == "cuda" else 2
 
 

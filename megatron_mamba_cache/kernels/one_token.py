@@ -1,6 +1,6 @@
 """Matrix-vector product for one token: a linear layer with a fused activation.
 
-The kernel is limited by the time to read the weights. Layout: weights [outputs, inputs], inputs contiguous. Grid: one
+Reading the weights dominates the run time. Layout: weights [outputs, inputs], inputs contiguous. Grid: one
 program per ROWS outputs; it keeps as many weight loads in flight as its registers can hold. Weights do not depend on
 the previous kernel, so a program loads its first weights before it waits for that kernel; on Hopper these loads overlap
 with the end of that kernel. Accumulation is in fp32. Safe in CUDA graphs: no host sync, no atomics.
@@ -70,7 +70,7 @@ def multiply_one_token(
 ) -> Tensor:
     """Return activation(x @ weight.T) for one token.
 
-    No kernel that may still be running may write `weight`.
+    `weight` must not be written by a kernel that may still be running.
 
     Args:
         x: [..., inputs], one token.
@@ -90,8 +90,8 @@ def multiply_one_token(
         return multiply_one_token_ref(x, weight, activation, dtype)
     if not can_multiply_one_token(x, weight, activation):
         raise ValueError(
-            f"x and weight must be contiguous, share a 16-bit dtype, and hold one token of at most {MOST_INPUTS} "
-            f"inputs; found x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}"
+            f"x and weight must be contiguous and have the same 16-bit dtype, and x must hold one token of at most "
+            f"{MOST_INPUTS} inputs; found x {tuple(x.shape)} {x.dtype}, weight {tuple(weight.shape)} {weight.dtype}"
         )
     inputs = weight.shape[1]
     outputs = weight.shape[0] // (2 if activation == "gated_silu" else 1)

@@ -42,7 +42,7 @@ def await_written(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def await_then_release(OVERLAPS: tl.constexpr):
-    """Wait for all earlier writes, then let the next kernel start; it may read all but this kernel's results.
+    """Wait for all earlier writes, then let the next kernel start; it may read anything but this kernel's results.
 
     The next kernel must call `release` first, then `await_launcher` before it reads these results or ends.
     """
@@ -60,14 +60,14 @@ def release(OVERLAPS: tl.constexpr):
 
 @triton.jit
 def await_launcher(OVERLAPS: tl.constexpr):
-    """Wait until all results of the previous kernel are written; every program must call it, even without reads."""
+    """Wait until all results of the previous kernel are written; programs that do not read them must also call it."""
     if OVERLAPS:
         cuda_language.gdc_wait()
 
 
 @cache
 def overlapping(device: torch.device) -> dict[str, bool]:
-    """Return the launch arguments for a kernel that waits for its inputs if OVERLAPS is set."""
+    """Return launch arguments that let a kernel start early on Hopper; elsewhere, OVERLAPS is False."""
     overlaps = device.type == "cuda" and not INTERPRETED and is_hopper(device)
     return {"OVERLAPS": overlaps, "launch_pdl": True} if overlaps else {"OVERLAPS": False}
 

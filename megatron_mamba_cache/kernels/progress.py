@@ -12,7 +12,7 @@ _speaker = Lock()
 
 
 class ProgressLine:
-    """Timer for one operation that logs a message after 2 s, and the duration when the operation ends.
+    """Timer for one operation: if it takes more than 2 s, logs a message and, at the end, the duration.
 
     If operations overlap, only the first one is logged.
     """

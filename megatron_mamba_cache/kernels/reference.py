@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def redirect_padding(valid: Tensor) -> Tensor:
-    """Return the index of each entry of `valid` [n] bool, or of the first valid entry for padding; [n] int64."""
+    """Return each entry's own index or, for padding, that of the first valid entry, [n] int64; `valid` is [n] bool."""
     entries = torch.arange(valid.shape[0], device=valid.device)
     return torch.where(valid, entries, valid.to(torch.int32).argmax())
 

@@ -1,4 +1,4 @@
-"""The interface to megatron-core; lower layers of the package do not import Megatron."""
+"""Subclasses of megatron-core's engine, context and layers; lower layers of the package do not import Megatron."""
 
 from importlib.metadata import version
 from typing import TYPE_CHECKING

@@ -16,14 +16,14 @@ Part = TypeVar("Part")
 
 
 class LayerNorm:
-    """Factory for norms whose weights have the model's dtype; Megatron's norm keeps float32 weights.
+    """Factory for norms whose weights have the model's dtype; the weights of Megatron's norm are float32.
 
-    RMS norms use our kernel, because torch takes more than twice as long for the few tokens in a decode step. This is a
-    class because Megatron calls the classes in a spec to build modules.
+    RMS norms use our kernel, because torch takes more than twice as long for the few tokens in a decode step. The
+    factory is a class, not a function, because Megatron builds modules by calling the classes in a spec.
     """
 
     def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5) -> Any:
-        """Return a `torch.nn` norm, which computes in float32."""
+        """Return the norm that the configuration selects; it computes in float32."""
         is_zero_centered = config.layernorm_zero_centered_gamma and config.normalization == "RMSNorm"
         if is_zero_centered:  # Megatron's norm rejects this setting
             config = copy(config)
@@ -50,7 +50,7 @@ class LayerRMSNorm(nn.RMSNorm):
         self._ahead: tuple[Tensor, Tensor] | None = None
 
     def note_normed(self, x: Tensor, normed: Tensor) -> None:
-        """Store the norm of x, computed by the kernel that computed x; the next `forward(x)` returns it."""
+        """Store the norm of x, which was computed in the same kernel as x; the next `forward(x)` returns it."""
         self._ahead = x, normed
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,7 +70,7 @@ class ResidualAdd:
     """Replacement for Megatron's bias-dropout-add: residual + multiplier * output, without dropout.
 
     Attributes:
-        next_norm: Norm at the start of the next layer on this rank; the kernel that adds also computes it.
+        next_norm: Norm at the start of the next layer on this rank, fused into the addition; None if there is none.
     """
 
     def __init__(self, multiplier: float = 1.0) -> None:
@@ -80,7 +80,7 @@ class ResidualAdd:
     def __call__(self, training: bool, fused: bool) -> Callable[..., Tensor]:
         """Return the function with which Megatron adds the residual; raise `NotImplementedError` in training."""
         if training:
-            raise NotImplementedError("the local spec is for inference; call model.eval()")
+            raise NotImplementedError("a model with the local spec supports only inference; call model.eval()")
         return self._add
 
     def _add(self, output_with_bias: tuple[Tensor, Tensor | None], residual: Tensor, dropout: float) -> Tensor:
@@ -95,7 +95,7 @@ class ResidualAdd:
 
 
 def link_layers(layers: Sequence[nn.Module], final_norm: nn.Module | None) -> None:
-    """Connect the residual add at the end of each layer to the norm that reads its result."""
+    """Set `next_norm` of the residual addition at the end of each layer to the norm that reads its result."""
     beginnings = [_part(layer, LayerRMSNorm, "norm", "input_layernorm", "pre_mlp_layernorm") for layer in layers[1:]]
     for layer, norm in zip(layers, [*beginnings, final_norm], strict=True):
         add = _part(layer, ResidualAdd, "mamba_bda", "self_attn_bda", "mlp_bda")
@@ -104,7 +104,7 @@ def link_layers(layers: Sequence[nn.Module], final_norm: nn.Module | None) -> No
 
 
 def _part(layer: nn.Module, kind: type[Part], *names: str) -> Part | None:
-    """Return the layer's only submodule of a class, or None; Megatron fills missing submodules with identities."""
+    """Return the layer's submodule of class `kind` among `names`; None if there is none or more than one."""
     found = [part for name in names if isinstance(part := getattr(layer, name, None), kind)]
     return found[0] if len(found) == 1 else None
 

@@ -52,11 +52,11 @@ _OVERFLOWS = {
     Refusal.NO_TOKENS: TokenOverflowError,
     Refusal.NO_BLOCKS: BlockOverflowError,
 }
-"""Megatron's error for a request that does not fit now, where it has one of its own."""
+"""Megatron's error class for each reason why a request does not fit now, if Megatron has one for this reason."""
 
 
 class LiveSlots:
-    """Map from request index to live slot, under the name in Megatron's metadata."""
+    """Live slots of the running requests, in the attribute that Megatron's `MambaMetadata` has for them."""
 
     def __init__(self, requests: Sequence[RunningRequest]) -> None:
         self.request_to_mamba_state_idx = [request.cursor.live_slot for request in requests]
@@ -65,13 +65,13 @@ class LiveSlots:
 class MambaCacheContext(DynamicInferenceContext):
     """Megatron's dynamic context with prefix caching for hybrid models.
 
-    `runner` holds the requests and steps; it exists while the device memory is allocated. Megatron's constructor sets
-    `block_allocator`, `is_tensor_state_allocated` and the fixed sizes. Megatron's engine sets the attributes in
+    `runner` holds the requests and the current step; it exists while the device memory is allocated. Megatron's
+    constructor sets the limits, and calls `allocate_all_tensors`. Megatron's engine sets the attributes in
     `SET_BY_MEGATRON` (see `megatron_settings`).
 
     Raises:
-        CacheCapacityError: If there is not enough memory.
-        ValueError: If the settings do not fit the model or give too little memory.
+        CacheCapacityError: If the configured memory cannot be allocated.
+        ValueError: If the settings do not fit the model, or the configured memory is too small for it.
     """
 
     is_tensor_state_allocated: bool
@@ -181,10 +181,10 @@ class MambaCacheContext(DynamicInferenceContext):
             weights_version: Version of the new weights; None keeps the current version.
 
         Raises:
-            ValueError: On all ranks, if the version is not Unicode text or differs between them; nothing has changed
-                then.
-            CacheError: If a later server could still find the old entries on disk; memory is flushed, and the disk is
-                no longer used.
+            ValueError: On all ranks, if the version cannot be encoded as UTF-8 or differs between them; nothing has
+                changed then.
+            CacheError: If the disk tier could not be invalidated, so that a later server may find old entries there;
+                device and host memory are flushed, and the disk tier is no longer used.
         """
         self.weights_version = agreed_version(weights_version, self.weights_version, self.ranks)
         failure = self._below.flush(is_attached=self.is_tensor_state_allocated)
@@ -220,7 +220,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def is_computing(self) -> bool:
-        """True if a step is laid out and its results have not been processed."""
+        """True from the planning of a step until its results are processed."""
         return self._runner is not None and self._runner.is_computing
 
     @property
@@ -230,12 +230,12 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def graphs(self) -> GraphsByShape | None:
-        """CUDA graphs that were captured over the current memory; None if steps run without graphs."""
+        """CUDA graphs captured for the current device memory; None if steps run without graphs."""
         return None if self._runner is None else self._runner.graphs
 
     @property
     def memory(self) -> CacheMemory:
-        """Device memory; raises the same error as `runner`."""
+        """Memory pools and buffers on the device; raises the same error as `runner`."""
         return self.runner.memory
 
     @property
@@ -245,18 +245,18 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def step(self) -> Step:
-        """Current step, which is laid out and whose results have not been processed."""
+        """Current step: planned, and its results have not been processed yet."""
         return self.runner.step
 
     @property
     def mamba_slot_allocator(self) -> StateSlotAllocator:
-        """Cached states by KV block; raises the same error as `runner`."""
+        """Allocator that finds the cached state of a KV block; raises the same error as `runner`."""
         if self._slot_allocator is None:
             raise _no_memory()
         return self._slot_allocator
 
     @property
-    def max_blocks_of_a_request(self) -> int:
+    def max_blocks_per_request(self) -> int:
         """Maximum number of KV blocks per request; also available while the engine is suspended."""
         return self.block_allocator.total_count - 1
 
@@ -266,13 +266,13 @@ class MambaCacheContext(DynamicInferenceContext):
         return RequestRules(
             self.cache_config,
             self.shape.vocab_size,
-            self.max_blocks_of_a_request,
+            self.max_blocks_per_request,
             scores_prompts=self.scores_prompts,
             ranks_prompts=self.scores_prompts and self.materialize_only_last_token_logits,
         )
 
     def admit(self, candidate: Candidate, budget: int) -> RunningRequest | Refusal:
-        """Admit a request to the next step; see `StepRequests.admit`."""
+        """Admit a request to the next step, or return why it does not fit; see `StepRequests.admit`."""
         return self.runner.step_requests.admit(candidate, budget)
 
     def drop_requests(self, request_ids: Container[int]) -> None:
@@ -293,11 +293,11 @@ class MambaCacheContext(DynamicInferenceContext):
             self._runner.queue.note_change()
 
     def snapshot(self) -> CacheSnapshot:
-        """Return the counters and the use of every slot and block."""
+        """Return the counters and the current use of slots and blocks."""
         return self.runner.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless the records for requests, blocks and slots are consistent."""
+        """Raise `CacheIntegrityError` if the records of requests, blocks and slots contradict each other."""
         self.runner.requests.check_integrity()
 
     # Megatron's interface for callers without an engine: one request per call, one token per request and step.
@@ -324,7 +324,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def check_availability(self, req: Any) -> tuple[bool, bool, bool]:
-        """Return whether a Megatron request fits into `max_requests`, the step's token budget, and the KV blocks."""
+        """Return three bools: whether a request fits in `max_requests`, in the token budget, and in the KV blocks."""
         plan = self.cache.plan(Candidate(spec_of(req)), self.runner.requests.prompt_budget)
         has_room = len(self.running_requests) < self.max_requests and not self.paused_request_count
         return has_room, plan is not Refusal.NO_TOKENS, plan is not Refusal.NO_BLOCKS
@@ -352,7 +352,7 @@ class MambaCacheContext(DynamicInferenceContext):
     def calculate_log_probs(
         self, logits: Tensor, new_tokens: Tensor, only_last_token_logits: bool | None = False
     ) -> tuple[list[list[float] | None], Tensor]:
-        """Return log-probs of each request's next tokens and of the whole vocabulary, in a step without drafts."""
+        """Return the log-probs of each request's next tokens, and those of the whole vocabulary; requires no drafts."""
         tokens = zip(self.step.requests, new_tokens.tolist(), strict=True)
         kept = [(token,) if request.samples_this_step else () for request, token in tokens]
         followed = followed_tokens(self.step.batch, kept, only_last=bool(only_last_token_logits))
@@ -363,31 +363,31 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def initialize_attention_state(self, *, construct_graph_dimensions: Any = None) -> None:
-        """Schedule the decode requests and their drafts, and lay out the step."""
+        """Plan the step, with the next tokens and drafts of decode requests."""
         if construct_graph_dimensions is not None:
             raise NotImplementedError("Megatron's own CUDA graphs are not used; set CacheConfig.num_cuda_graphs")
         self.runner.plan()
 
     @override
     def using_cuda_graph_this_step(self) -> bool:
-        """Return whether the laid-out step runs as a CUDA graph."""
+        """Return whether the current step runs as a CUDA graph."""
         return self.is_computing and self.step.graph is not None
 
     @override
     def current_input_and_position_ids(self, *, num_warmup_tokens: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return the token ids and positions in the step, each [1, tokens] int64."""
+        """Return the token ids and positions of the step, each [1, tokens] int64."""
         batch = self.step.batch
         return batch.token_ids.unsqueeze(0), batch.positions.unsqueeze(0)
 
     @property
     def token_to_pos_ids(self) -> Tensor:
-        """Token positions, [tokens] int64."""
+        """Positions of the step's tokens in their requests, [tokens] int64."""
         return self.step.batch.positions
 
     token_to_position_in_request = token_to_pos_ids
 
     def layer_states(self, layer_number: int) -> LayerStates:
-        """Return the states for a recurrent layer; this rank's layers are numbered from 1."""
+        """Return a recurrent layer's states in all slots; this rank's layers are numbered from 1."""
         return self.memory.state_pool.layer(self.layer_map[layer_number - 1])
 
     @override
@@ -434,7 +434,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @override
     def last_token_logits(self, logits: Tensor) -> Tensor:
-        """Return the requested rows of the logits or hidden states, [logits, n]; see `Step.select_outputs`."""
+        """Return the rows of logits or hidden states from which tokens are sampled; see `Step.select_outputs`."""
         return self.step.select_outputs(logits, are_hidden_states=self.materialize_only_last_token_logits)
 
     # Memory and its use, under Megatron's names.
@@ -468,7 +468,7 @@ class MambaCacheContext(DynamicInferenceContext):
 
     @property
     def mamba_metadata(self) -> LiveSlots:
-        """Live slot of each request; between steps, accepted draft states are first copied into the live slots.
+        """Live slots of the running requests; between steps, states after accepted drafts are first copied into them.
 
         Raises:
             CacheIntegrityError: If the next step has been launched and has advanced the live states.
@@ -496,5 +496,5 @@ def ids_of(requests: Sequence[RunningRequest]) -> Tensor | None:
 
 
 def _ints(values: Tensor | Sequence[int]) -> list[int]:
-    """Convert a tensor or sequence to a list of ints."""
+    """Convert a tensor or sequence of bools or integers to a list of ints."""
     return values.tolist() if isinstance(values, Tensor) else [int(value) for value in values]

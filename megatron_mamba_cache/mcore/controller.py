@@ -1,4 +1,4 @@
-"""Controller: run a step when Megatron generates tokens, and return the results in Megatron's format."""
+"""Text-generation controller: run a step when Megatron asks for tokens, and return results in Megatron's format."""
 
 from typing import Any
 
@@ -14,11 +14,14 @@ from .request_states import DraftCounts
 
 
 class MambaCacheController(TextGenerationController):
-    """Megatron's text-generation controller for a `MambaCacheContext`; sampled tokens do not depend on the batch."""
+    """Megatron's text-generation controller for a `MambaCacheContext`.
+
+    A request's sampled tokens do not depend on which other requests are in the batch.
+    """
 
     @property
     def context(self) -> MambaCacheContext:
-        """Inference context."""
+        """Context that holds the cache and the running requests."""
         context: MambaCacheContext = self.inference_wrapped_model.inference_context
         return context
 
@@ -35,9 +38,9 @@ class MambaCacheController(TextGenerationController):
         """Run one step.
 
         Returns:
-            None if there is nothing to compute; otherwise Megatron's dict with two additions: `kept_tokens`, the new
-            tokens of each request (`sample` holds only the last), and `draft_counts`, the verified and kept drafts of
-            each request.
+            None if there is nothing to compute; otherwise Megatron's dict with two more entries: `kept_tokens`, all new
+            tokens of each request (`sample` has only the last), and `draft_counts`, the numbers of verified and
+            accepted draft tokens of each request.
         """
         context = self.context
         if context.active_token_count == 0:
@@ -52,7 +55,7 @@ class MambaCacheController(TextGenerationController):
     @override
     @torch.inference_mode()
     def dummy_forward(self) -> None:
-        """Run a step of padding tokens for the expert-parallel ranks; the cache does not change."""
+        """Run a step of padding tokens, because expert-parallel ranks run steps together; leave the cache unchanged."""
         take_part(self.inference_wrapped_model, self.context.runner)
 
 
@@ -60,7 +63,7 @@ _NO_DRAFTS = DraftCounts()
 
 
 def _step_result(outcome: StepOutcome) -> dict[str, Any]:
-    """Return the token results of a step, under the keys that Megatron's engine reads."""
+    """Return a step's tokens and log-probs under the keys that Megatron's engine reads."""
     kept, graph = outcome.kept.tokens, outcome.step.graph
     return {
         "sample": torch.tensor([new[-1] if new else 0 for new in kept], dtype=torch.int64),
@@ -74,7 +77,7 @@ def _step_result(outcome: StepOutcome) -> dict[str, Any]:
 
 
 def _landing_result(outcome: StepOutcome) -> dict[str, Any]:
-    """Return the request ids of a processed step, under the keys that Megatron's engine reads."""
+    """Return the ids of the step's requests, and of those that ended, were paused or evicted, under Megatron's keys."""
     request_ids = outcome.step.batch.request_ids
     finished = [request_ids[index] for index in outcome.kept.ended]
     return {

@@ -1,4 +1,4 @@
-"""Engine: Megatron's dynamic engine with a prefix-aware scheduler and isolation of failing requests."""
+"""Megatron's dynamic engine with a prefix-aware scheduler and isolation of failing requests."""
 
 import asyncio
 import math
@@ -48,7 +48,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._random_seed = random_seed
         self._failed_steps = FailedSteps()
         self._step_ended = 0.0
-        self._unreported: list[DynamicInferenceRequestRecord] = []  # requests that ended in a step that raised later
+        self._unreported: list[DynamicInferenceRequestRecord] = []  # requests that ended in a step whose report raised
         self._hint = HitRateHint(context.cache_config)
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=True)
         context.grammars.read(controller.tokenizer)
@@ -65,14 +65,15 @@ class MambaCacheEngine(SuspendableEngine):
         seed: int | None = None,
         tenant: str = "",
     ) -> asyncio.Future:
-        """Add a request; see Megatron's engine. The request's `prompt_tokens` stay on the host.
+        """Queue a request and return a future for its record; see Megatron's engine. `prompt_tokens` stay on the host.
 
         Args:
             seed: Seed of the request's random numbers; None derives one from the engine's seed and the request id.
-            tenant: Requests of different tenants never share a prefix.
+            tenant: Name of the request's tenant; requests of different tenants never share a cached prefix.
 
         Raises:
-            ValueError: If a request with this id is already in the engine.
+            ValueError: If a request with this id is in the engine, or the id, seed or tenant is invalid.
+            TypeError: If the prompt is neither text nor a sequence of token ids.
         """
         return self._runs_in.call(lambda: self._begin_request(request_id, prompt, sampling_params, seed, tenant))
 
@@ -112,7 +113,7 @@ class MambaCacheEngine(SuspendableEngine):
         return self._enter(request, ended_by(spec, self.controller.tokenizer))
 
     def _new_request(self, request_id: int, prompt: Any, sampling: SamplingParams) -> DynamicInferenceRequest:
-        """Return Megatron's request with its tokens on the host; each step sends the tokens that it processes."""
+        """Return Megatron's request with its tokens on the host; each step copies the tokens it needs to the device."""
         text, token_ids = None, prompt
         if isinstance(prompt, str):
             text, token_ids = prompt, self.controller.tokenize_prompt(prompt, sampling.add_BOS)
@@ -142,7 +143,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def _add_request(self, request: Any) -> asyncio.Future:
-        """Queue a request; when it resumes, Megatron calls this for every request."""
+        """Queue a request; when the engine resumes, Megatron calls this method for every request."""
         self.waiting_request_ids.append(request.request_id)
         self.context.note_arrival()
         return self.requests[request.request_id].future
@@ -163,26 +164,26 @@ class MambaCacheEngine(SuspendableEngine):
 
     @property
     def has_idle_copies(self) -> bool:
-        """Return whether copies between tiers are in flight although no step will run to complete them."""
+        """True if copies between tiers are in flight, but no step will complete them because there are no requests."""
         is_idle = not (self.context.running_requests or self.waiting_request_ids)
         return is_idle and self.context.is_tensor_state_allocated and self.context.memory.below.has_copies
 
     def land_idle_copies(self) -> None:
-        """Process finished copies between tiers, which may start further copies; all ranks call it together."""
+        """Process finished copies between tiers, which may start further copies; all ranks must call this."""
         if self.has_idle_copies and self.context.memory.below.land(wait=False):
             self.context.runner.queue.note_change()
 
     @property
     def owes_step(self) -> bool:
-        """Return whether expert-parallel ranks may have launched the next step; if so, step before waiting for them."""
+        """True if expert-parallel ranks may have launched the next step; run it before waiting for these ranks."""
         return self.context.is_tensor_state_allocated and self.context.runner.sharing.is_owed
 
     def counts_of(self, request_id: int) -> RequestCounts:
-        """Return the counts for a request so far; zeros after 65,536 later requests have left."""
+        """Return the counts for a request so far; zeros for an unknown id, or after 65,536 later requests have left."""
         return self._states.counts_of(request_id)
 
     def cached_tokens(self, request_id: int) -> int:
-        """Return the number of prompt tokens skipped when the request was first admitted; 0 before that."""
+        """Return the number of prompt tokens that needed no prefill at the first admission; 0 before it."""
         return self.counts_of(request_id).cached_tokens
 
     def tier_tokens(self, request_id: int) -> TierTokens:
@@ -194,12 +195,12 @@ class MambaCacheEngine(SuspendableEngine):
         return self.counts_of(request_id).num_written
 
     def draft_counts(self, request_id: int) -> DraftCounts:
-        """Return how many of the request's drafts were verified and how many were kept so far."""
+        """Return how many of the request's draft tokens have been verified and how many accepted so far."""
         return self.counts_of(request_id).drafts
 
     @override
     def schedule_waiting_requests(self) -> None:
-        """Schedule the next step, replacing both of Megatron's schedulers; keep an overlapped step unchanged."""
+        """Schedule the next step unless it has been launched already; replaces both of Megatron's schedulers."""
         if not (self.context.is_tensor_state_allocated or self.waiting_request_ids):
             return
         self._refuse_failed_grammars()
@@ -228,7 +229,7 @@ class MambaCacheEngine(SuspendableEngine):
     async def async_forward(self) -> Any:
         """Run one step; if it raises, release its reservations and queue its requests again.
 
-        A suspended engine leaves its requests unchanged; a closed engine fails them.
+        If the engine is suspended, its requests stay unchanged; if it is closed, they fail.
         """
         was_launched = self.context.overlapped_step is not None
         before_ended, counters = self._step_ended, self.context.counters
@@ -254,7 +255,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     async def async_bookkeep(self, step_result: Any, *args: Any, **settings: Any) -> Any:
-        """Report the results of a step; a request with a cancelled future is reported like any other.
+        """Report the results of a step, also for requests whose future has been cancelled.
 
         If this raises, the next step reports the requests that have ended, and requests that lack a token are queued
         again.
@@ -287,7 +288,7 @@ class MambaCacheEngine(SuspendableEngine):
         self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any
     ) -> Any:
         """Append the step's tokens to the requests; move evicted requests to the head of the queue."""
-        in_prefill = self.context.chunked_prefill_request_id != -1  # it gets no token
+        in_prefill = self.context.chunked_prefill_request_id != -1  # the request in prefill gets no token
         all_continue = not len(finished_request_ids) and evict_request_ids is None
         if all_continue and not (in_prefill or self._failed_steps):
             return append_tokens(self.requests, request_ids.tolist(), *args), []
@@ -307,7 +308,7 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def _check_stop_words_for_request_post_append(self, request: Any) -> bool:
-        """Return False: a request with a complete stop word has already ended."""
+        """Return False: a request that has generated a stop string has already ended."""
         return False
 
     def _refuse_failed_grammars(self) -> None:
@@ -331,11 +332,11 @@ class MambaCacheEngine(SuspendableEngine):
             self.context.runner.step_requests.prefetch(self.scheduler, [*self._candidates(head)])
 
     def _is_at_rest(self) -> bool:
-        """Return whether no failed request awaits isolation, which would change the contents of the next step."""
+        """Return whether no request waits to run alone, which would change the requests of the next step."""
         return not self._failed_steps
 
     def _admissible(self) -> Iterable[int]:
-        """Return the waiting requests that may join the step; to isolate a request, queue all other requests again."""
+        """Return the ids of waiting requests that may join the step; to run one alone, queue all others again."""
         isolated = self._failed_steps.next_isolated()
         if isolated is None:
             return self.waiting_request_ids
@@ -355,7 +356,7 @@ class MambaCacheEngine(SuspendableEngine):
             complete_failed_step(self.controller.inference_wrapped_model, runner)
 
     def _recover(self, error: BaseException) -> None:
-        """Queue again, after a failed step, the requests that the context lost or whose record is incomplete."""
+        """After a failed step, queue requests again if the context dropped them or their record lacks a result."""
         self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
         suspended = self.resume_request_ids if self.is_suspended else ()
         elsewhere = {*self.waiting_request_ids, *self.failed_request_ids, *suspended}

@@ -1,4 +1,4 @@
-"""Event loop for an engine: it sleeps while there is no work, and runs calls from other threads."""
+"""Event loop of an engine, which sleeps while there is no work and runs calls from other threads."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
@@ -95,7 +95,9 @@ class _Call(Generic[_Answer]):
         loop.call_soon_threadsafe(self._make)
         while not wait([self._answer], timeout=_LOOK_EVERY_S).done:
             if not loop.is_running() and self._answer.cancel():
-                raise RuntimeError("the event loop of run_engine() has stopped; run it again to add requests")
+                raise RuntimeError(
+                    "the event loop of run_engine() has stopped; call run_engine() again to add requests"
+                )
         return self._answer.result()
 
     def _make(self) -> None:
@@ -114,7 +116,7 @@ def _run_here(coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
 
 
 def _run_in_thread(coroutine: Coroutine[Any, Any, _Answer]) -> _Answer:
-    """Run a coroutine in a new thread with this thread's CUDA device, because this thread's loop is running."""
+    """Run a coroutine in a new thread, because this thread's loop is running; both threads use the same CUDA device."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     with ThreadPoolExecutor(1) as thread:
         if device is not None:

@@ -1,4 +1,4 @@
-"""MoE layer of a hybrid model; the host reads nothing between routing and the weighted sum of experts."""
+"""MoE layer of a hybrid model, which does not synchronize with the host."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,7 +29,7 @@ from .stacked_experts import StackedExperts
 
 
 class ExpertLayer(TransformerLayer):
-    """MoE layer with norm and residual; Megatron's base class holds the submodules."""
+    """MoE layer with norm and residual; Megatron's base class builds the submodules."""
 
     mlp: "MixtureOfExperts"
 
@@ -50,7 +50,8 @@ class Router(MegatronModule):
 
     Attributes:
         weight: [experts, hidden].
-        expert_bias: [experts] float32, added to the scores only to choose experts; None for no bias.
+        expert_bias: [experts] float32, added to the scores to choose experts, but not to weight them; None: no
+            bias.
     """
 
     expert_bias: Tensor | None
@@ -65,17 +66,19 @@ class Router(MegatronModule):
         self._rule = rule
 
     def forward(self, x: Tensor, is_real: Tensor | None, gate_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the expert ids and weights for tokens [tokens, hidden]; see `route`.
+        """Return the chosen experts of tokens x [tokens, hidden], and their weights; see `route`.
 
         Args:
-            gate_weight: Weight of the shared expert's gate; None leaves the gate value out of the weights.
+            is_real: [tokens] int32, 0 for padding tokens; None if there are none.
+            gate_weight: Weight of the shared expert's gate, whose value is added as the last column of the weights;
+                None: no such column.
         """
         shared = None if gate_weight is None else SharedGate(x, gate_weight)
         return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real, shared)
 
 
 class Projection(MegatronModule):
-    """Linear layer with weight [outputs, inputs], replicated on every rank."""
+    """Linear layer without a bias; its weight, [outputs, inputs], is the same on every rank."""
 
     def __init__(self, config: Any, num_inputs: int, num_outputs: int) -> None:
         super().__init__(config=config)
@@ -83,21 +86,21 @@ class Projection(MegatronModule):
         self.weight = nn.Parameter(weight, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return [tokens, outputs]."""
+        """Return the outputs, [tokens, outputs], for x [tokens, inputs]."""
         return product(x, self.weight)
 
 
 class MixtureOfExperts(MegatronModule):
     """Router, routed experts, and a shared expert that processes every token.
 
-    Expert-parallel ranks serve different requests. Each rank runs its experts on the tokens from all of these ranks.
+    Expert-parallel ranks serve different requests. Each rank runs its own experts on the tokens of all these ranks.
 
     Args:
         submodules: Contains Megatron's spec for `shared_experts`.
         routing: Rule that routes each token to experts; None derives it from the configuration.
 
     Raises:
-        ValueError: If the ranks cannot divide the experts, or the router type is unknown.
+        ValueError: If the experts cannot be divided evenly between the ranks, or a setting is not supported.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class MixtureOfExperts(MegatronModule):
         return out.view(hidden_states.shape)
 
     def _taken_along(self, x: Tensor) -> SharedExpert | None:
-        """Return the shared expert's weights if the routed experts' kernels also compute it; None otherwise."""
+        """Return the shared expert's weights if the kernels of the routed experts also compute it, otherwise None."""
         if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
             return None
         weights = self.shared_experts.weights()
@@ -154,7 +157,7 @@ class MixtureOfExperts(MegatronModule):
 
     @property
     def _summed_gate(self) -> Tensor | None:
-        """Weight of the shared expert's gate if the weighted sum applies the gate; None otherwise."""
+        """Weight of the shared expert's gate if the kernel that sums the expert outputs applies it, otherwise None."""
         if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
             return None
         weight: Tensor | None = self.shared_experts.gate_weight
@@ -183,13 +186,14 @@ class MixtureOfExperts(MegatronModule):
     def _routed(
         self, x: Tensor, batch: StepBatch | None, shared: OverlappedExpert | None, addend: Callable[[], Tensor] | None
     ) -> Tensor:
-        """Return the weighted expert outputs for each token, [tokens, latent size or hidden], plus the addend.
+        """Return the weighted sum of expert outputs for each token, plus the addend, [tokens, latent size or hidden].
 
         With expert parallelism, each rank gathers the tokens from all ranks, routes them, and returns the outputs of
         its experts. All ranks exchange equally many tokens, so no step waits for the host.
 
         Args:
-            shared: Shared expert to run concurrently; None if there is none.
+            shared: Shared expert, which runs concurrently; None if there is none.
+            addend: Function that returns a tensor to add to the sum; None: nothing is added.
         """
         is_real = None if batch is None else batch.real_tokens
         if self.exchange is None:
@@ -210,7 +214,7 @@ class MixtureOfExperts(MegatronModule):
 
 
 def exchange_of(model: Any) -> ExpertExchange | None:
-    """Return the all-gather and reduce-scatter of the model's MoE layers; None without expert parallelism."""
+    """Return the `ExpertExchange` that the model's MoE layers share; None without expert parallelism."""
     layers = (module for module in model.modules() if isinstance(module, MixtureOfExperts))
     return next((layer.exchange for layer in layers), None)
 
@@ -221,7 +225,11 @@ def waits_for_experts(model: Any) -> bool:
 
 
 def check_expert_layers(model: Any) -> None:
-    """Raise `ValueError` if the output of Megatron's MoE layers for a token would depend on the rest of the batch."""
+    """Raise `ValueError` if the model has Megatron's MoE layers with settings that are not supported.
+
+    Unsupported are settings that make a token's output depend on the rest of the batch, and a dispatcher that needs
+    equally many tokens on each rank.
+    """
     if not waits_for_experts(model):
         return
     check_megatrons_experts(model.config)

@@ -21,7 +21,7 @@ _OF_MEGATRONS_LAYER = {
 
 
 def check_megatrons_experts(config: TransformerConfig) -> None:
-    """Raise `ValueError` if a setting makes the output of Megatron's MoE layer batch-dependent or random."""
+    """Raise `ValueError` if a setting makes the output of Megatron's MoE layer random or dependent on the batch."""
     require_settings(config, _OF_MEGATRONS_LAYER)
 
 
@@ -34,7 +34,7 @@ def checked_routing(config: TransformerConfig, groups: Any, routing: RoutingRule
 
 
 def check_experts(config: TransformerConfig, groups: Any) -> None:
-    """Raise `ValueError` naming the setting that prevents an MoE layer on these ranks."""
+    """Raise `ValueError` if the settings do not allow an MoE layer on these ranks; the message names the setting."""
     if config.num_moe_experts is None:
         raise ValueError("num_moe_experts is None, but the model has MoE layers; set num_moe_experts")
     for name, number, group in (
@@ -42,10 +42,10 @@ def check_experts(config: TransformerConfig, groups: Any) -> None:
         ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, groups.tp),
     ):
         if number % group.size():
-            raise ValueError(f"{name} is {number}, not divisible by {group.size()} ranks; use a divisor of {name}")
+            raise ValueError(f"{name} is {number}, which must be divisible by the number of ranks, {group.size()}")
     if groups.expt_tp.size() != groups.tp.size():
         raise ValueError(
-            f"expert tensor parallel size is {groups.expt_tp.size()}, but must equal the tensor parallel size "
+            f"the expert tensor-parallel size is {groups.expt_tp.size()}; it must equal the tensor-parallel size, "
             f"{groups.tp.size()}"
         )
     if config.add_bias_linear:
@@ -54,27 +54,27 @@ def check_experts(config: TransformerConfig, groups: Any) -> None:
 
 
 def routing_rule(config: TransformerConfig) -> RoutingRule:
-    """Return the `RoutingRule` for Megatron's configuration; raise `ValueError` naming an unsupported setting."""
+    """Return the routing rule in Megatron's configuration; raise `ValueError` if a setting is not supported."""
     score, top_k = config.moe_router_score_function, config.moe_router_topk
     if score not in ("sigmoid", "softmax"):
         raise ValueError(f"moe_router_score_function is {score!r}; only 'sigmoid' and 'softmax' are supported")
     require_settings(config, _OF_ROUTERS)
     balancing = config.moe_router_load_balancing_type
     if "sinkhorn" in (balancing if isinstance(balancing, list) else [balancing]):
-        raise ValueError("moe_router_load_balancing_type is 'sinkhorn', which is not supported; set 'none'")
+        raise ValueError("moe_router_load_balancing_type is 'sinkhorn', which is not supported; set it to 'none'")
     num_groups = config.moe_router_num_groups or 1
     top_groups = config.moe_router_group_topk or num_groups
     num_scoring = top_k // top_groups
     if config.moe_router_group_topk and num_groups > 1:
         if not num_scoring:
             raise ValueError(
-                f"moe_router_topk is {top_k}, which is less than moe_router_group_topk, {top_groups}; each "
-                "chosen group needs at least one expert: raise moe_router_topk"
+                f"moe_router_topk is {top_k}; it must be at least moe_router_group_topk, {top_groups}, so that each "
+                "chosen group has a chosen expert"
             )
         if score == "softmax" and config.moe_router_pre_softmax and num_scoring > 1:
             raise ValueError(
-                "moe_router_pre_softmax is True, but a group with more than one scoring expert can only be scored by "
-                "the sum of its logits; set moe_router_pre_softmax to False"
+                "moe_router_pre_softmax is True, which is supported only if a group's score depends on one expert; "
+                f"here it depends on {num_scoring}: set moe_router_pre_softmax to False"
             )
     return RoutingRule(
         top_k=top_k,

@@ -16,7 +16,7 @@ from .linear import OneTokenColumnLinear
 
 
 class FeedForward(MLP):
-    """Dense feed-forward layer with our kernels."""
+    """Megatron's dense feed-forward layer with our kernels."""
 
     linear_fc1: OneTokenColumnLinear
 
@@ -58,7 +58,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
     gate_weight: Tensor | None
 
     def ungated(self, hidden_states: Tensor) -> Tensor:
-        """Return the output [..., hidden] before the gate, not summed over ranks."""
+        """Return this rank's output, [..., hidden], before the gate and before the sum over tensor-parallel ranks."""
         output: Tensor = FeedForward.forward(self, hidden_states)[0]
         return output
 
@@ -72,7 +72,7 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
 
 
 def fused_activation(config: Any) -> Activation:
-    """Return the feed-forward activation that kernels fuse into the first GEMM; "none" if they cannot."""
+    """Return the configured activation if kernels can fuse it with the first GEMM, otherwise "none"."""
     name, is_gated = getattr(config.activation_func, "__name__", ""), config.gated_linear_unit
     if name == "squared_relu" and not is_gated:
         return "squared_relu"

@@ -28,11 +28,11 @@ class Addition:
         request: Newest Megatron request in its record.
         tokens: All tokens that the step generated, including the last; empty while the prefill is unfinished.
         log_probs: Log-probs of the prompt tokens, if requested, followed by those of `tokens`; None if not requested.
-        top_n: Most probable tokens at each position, in the same order; None if not requested. See
-            `alternatives_by_text` and `LogProbSettings.names_ids`.
-        state: State that counts the request's drafts.
+        top_n: Log-probs of the most probable tokens at the same positions, keyed by the token's text, or by its id if
+            `LogProbSettings.names_ids` is set; None if not requested.
+        state: Engine's state for the request, which has its draft counts.
         drafts_before, drafts_after: Draft counts before and after the step.
-        scored: Prompt tokens from the second on, if their scores are complete after this step.
+        scored: Scores of the prompt tokens from the second on, if this step completes them; otherwise empty.
     """
 
     request: Any
@@ -45,7 +45,7 @@ class Addition:
     scored: Sequence[ScoredToken] = ()
 
     def apply(self) -> None:
-        """Append the results; accepted drafts get no separate time, because the last token gets the step's time."""
+        """Append the results; the time of all tokens but the last is 0, because the last token gets the step's time."""
         self.state.draft_counts = self.drafts_after
         request, others = self.request, self.tokens[:-1]
         if others:
@@ -68,7 +68,7 @@ class Addition:
 class RecordMark:
     """Snapshot of a request's record before the report of the step in which it ends."""
 
-    entry: Any  # Megatron's
+    entry: Any  # Megatron's `RequestEntry`
     request: Any  # newest request in the record
     num_tokens: int
     num_events: int
@@ -80,7 +80,7 @@ class RecordMark:
         return RecordMark(entry, newest, len(newest.generated_tokens), len(newest.events))
 
     def take_back(self) -> None:
-        """Restore the record from the snapshot; do nothing if a new part of the record has been started."""
+        """Restore the record from the snapshot; do nothing if the record has a newer part."""
         if self.entry.record.requests[-1] is not self.request:
             return
         take_back(self.request, self.num_tokens)
@@ -91,11 +91,11 @@ class RecordMark:
 def append_tokens(
     entries: Mapping[int, Any], request_ids: Sequence[int], seconds: float, sample: Tensor, *_: Any
 ) -> list[int]:
-    """Append each request's last token and the step's time if no request ends in the step; return the ids.
+    """Append the step's time and last token to each request of a step in which no request ends; return the ids.
 
     Args:
         entries: Megatron's entries by request id.
-        sample: [requests] token ids.
+        sample: [requests] last token of each request.
     """
     for request_id, token in zip(request_ids, sample.tolist(), strict=True):
         request = entries[request_id].record.requests[-1]
@@ -112,11 +112,11 @@ def additions_of(
     states: Mapping[int, RequestState],
     detokenize: Callable[[list[int]], str],
 ) -> list[Addition]:
-    """Return the step's additions for requests that get more than one token; change nothing.
+    """Return the additions for requests with drafts or log-probs in the step, without applying them.
 
     Args:
         entries: Megatron's entries by request id.
-        detokenize: Function that returns the text of alternatives; its exceptions propagate.
+        detokenize: Function that converts token ids to text, for top-n tokens; its exceptions propagate.
     """
     log_probs: Sequence[Sequence[float] | None] = step_result["log_probs"] or ()
     top_n: Mapping[int, Sequence[tuple[Tensor, Tensor]]] = step_result["top_n_logprobs"] or {}
@@ -145,7 +145,7 @@ def additions_of(
 
 
 def is_reported(running: RunningRequest, request: Any) -> bool:
-    """Return whether a request's record contains all computed tokens, times, log-probs and alternatives."""
+    """Return whether a request's record contains the times, log-probs and top-n tokens of all its computed tokens."""
     num_tokens, settings = len(running.generated), running.spec.log_probs
     if any(len(getattr(request, name) or ()) != num_tokens for name in _BY_TOKEN[:2]):
         return False
@@ -156,9 +156,9 @@ def is_reported(running: RunningRequest, request: Any) -> bool:
 
 
 def take_back(request: Any, num_known: int) -> None:
-    """Keep only a request's first `num_known` generated tokens and their log-probs and times.
+    """Delete a request's generated tokens after the first `num_known`, with their log-probs and times.
 
-    If no token is kept, the prompt's log-probs are deleted too.
+    If `num_known` is 0, the prompt's log-probs are deleted too.
     """
     for name in _BY_TOKEN:
         if (entries := getattr(request, name)) is not None:

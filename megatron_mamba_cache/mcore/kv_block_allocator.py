@@ -1,4 +1,4 @@
-"""Megatron's block allocator on top of a reference-counted, hashed block pool."""
+"""Megatron's block allocator on top of a block pool with reference counts and block keys."""
 
 from collections import Counter
 from typing import Any
@@ -15,8 +15,8 @@ from ..policy.kv_block_pool import KVBlockPool
 class KVBlockAllocator(BlockAllocator):
     """Adapter that gives the block pool the interface of Megatron's allocator.
 
-    The context itself allocates directly from `pool`. A caller of the tensor methods owns the returned blocks, and must
-    release each block as many times as it was returned.
+    The context itself allocates directly from `pool`. Callers of `allocate_memory_blocks` own the returned blocks, and
+    must release each block as many times as it was returned.
 
     Args:
         total_count: Number of blocks in the buffer, including the dummy block, whose contents are never read.
@@ -33,15 +33,16 @@ class KVBlockAllocator(BlockAllocator):
         self.dummy_block_idx = total_count - 1
         if self.active_count < 1:
             raise ValueError(
-                f"{total_count} KV blocks, of which one is a dummy and {paused_count} are for paused requests, leave "
-                "no block to run on; raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
+                f"there are {total_count} KV blocks: one is a dummy and {paused_count} are for paused requests, so "
+                "none is left for other requests; raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if "
+                "that is set"
             )
         self.pool = pool
         self._lent: Counter[BlockId] = Counter()
 
     @property
     def total_avail(self) -> int:
-        """Number of blocks that can be allocated: free blocks, and cached blocks without references."""
+        """Number of blocks that can be allocated: free blocks, and cached blocks that no request references."""
         return self.pool.num_available
 
     @override
@@ -61,7 +62,7 @@ class KVBlockAllocator(BlockAllocator):
         return len({block for request in requests for block in request.block_ids})
 
     def utilization(self) -> dict[str, float]:
-        """Return the numbers and fractions of used blocks, under the names in Megatron's log."""
+        """Return the numbers and fractions of used blocks, keyed by their names in Megatron's log."""
         total, active = max(self.total_count - 1, 1), self.get_active_used()
         return {
             "total_blocks": total,
@@ -90,6 +91,6 @@ class KVBlockAllocator(BlockAllocator):
 
     @override
     def reset(self) -> None:
-        """Free the blocks that the tensor methods returned; keep requests' blocks and cached blocks."""
+        """Release the blocks that `allocate_memory_blocks` returned; keep blocks of requests and of the cache."""
         self.pool.release([block for block, count in self._lent.items() for _ in range(count)])
         self._lent.clear()

@@ -31,24 +31,24 @@ from .mixers.gated_delta import GatedDeltaMixer
 from .specs import with_mamba_cache
 
 if not hasattr(moe_utils, "te_general_gemm"):
-    moe_utils.te_general_gemm = None  # Megatron reads it without Transformer Engine too, but only its import defines it
+    moe_utils.te_general_gemm = None  # Megatron reads this name, but defines it only if Transformer Engine is installed
 
 
 @dataclass(frozen=True, slots=True)
 class LocalSpecOptions:
-    """Options for a hybrid model that TransformerConfig does not have.
+    """Options of a hybrid model that `TransformerConfig` does not have.
 
     Args:
-        mixer: Mixer class for the recurrent layers. `GatedDeltaMixer` takes its sizes from the TransformerConfig.
-        grain: Number of tokens per tile of the scan; the KV block size is a multiple of it.
+        mixer: Type of the recurrent layers; "gated_delta" takes its dimensions from the TransformerConfig.
+        grain: Number of tokens per chunk of the scan; the KV block size must be a multiple of it.
         d_conv, conv_bias, time_step_limit: Passed to `CachingMambaMixer`.
-        norm_eps: Epsilon of the norm before a mixer; Megatron does not take it from the config.
+        norm_eps: Epsilon of the norm before a mixer, which Megatron does not read from the TransformerConfig.
         gated_norm_eps: Epsilon of the norm at a mixer's end; None uses `norm_eps`.
-        has_head_norms: True if queries and keys are normalized per head; same as `qk_layernorm` in TransformerConfig.
+        has_head_norms: True if queries and keys are normalized per head; must equal `TransformerConfig.qk_layernorm`.
         num_experts: Number of experts per MoE layer; None if the model has no MoE layers.
         routing: Rule that chooses the experts for a token; None: derived from the TransformerConfig.
-        input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on what each layer adds to
-            the residual, and on the final hidden states (so, on the logits).
+        input_multiplier, residual_multiplier, output_multiplier: Factors that multiply the embeddings, each layer's
+            output before it is added to the residual, and the final hidden states.
     """
 
     mixer: Literal["mamba2", "gated_delta"] = "mamba2"
@@ -67,7 +67,7 @@ class LocalSpecOptions:
 
 
 def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
-    """Return a MambaStack spec with the caching modules, single-kernel norms and Megatron's linear layers."""
+    """Return a MambaStack spec with the caching modules, fused norms and Megatron's linear layers."""
     options = options or LocalSpecOptions()
     add = ModuleSpec(module=ResidualAdd, params={"multiplier": options.residual_multiplier})
     dense = ModuleSpec(module=MLP, submodules=_linears())
@@ -100,13 +100,13 @@ def local_hybrid_spec(options: LocalSpecOptions | None = None) -> ModuleSpec:
 
 
 class LocalHybridStack(MambaStack):
-    """MambaStack with the same norm class at its end as in its layers; Megatron's requires Transformer Engine.
+    """MambaStack whose final norm is a `LayerNorm`; the final norm of Megatron's class needs Transformer Engine.
 
     Args:
         input_multiplier, output_multiplier: Same as in `LocalSpecOptions`.
 
     Raises:
-        ValueError: If the stack would not compute the configured model; raised before any layer allocates memory.
+        ValueError: If a setting of the model is not supported; raised before any layer allocates memory.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class LocalHybridStack(MambaStack):
 
 
 def _check_experts(config: Any, layer: ModuleSpec | type, groups: Any) -> None:
-    """Raise `ValueError` naming the setting that prevents MoE layers from being built from their spec."""
+    """Raise `ValueError` if the MoE layers cannot be built from their spec; the message names the setting."""
     if not isinstance(layer, ModuleSpec):
         raise ValueError(
             "LocalSpecOptions.num_experts is None, but hybrid_override_pattern has MoE layers (E); set num_experts"

@@ -1,4 +1,4 @@
-"""Check Megatron's configuration; build the constructor arguments for its dynamic context."""
+"""Check Megatron's configuration, and build the constructor arguments of its dynamic context."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,29 +19,29 @@ _SUPPORTED: Mapping[str, Any] = {
     "flash_decode": False,
     "fp8": None,
     "fp4": None,
-    # It splits a step, which contains tokens of several requests, and adds a bias once per part.
+    # This setting splits a step, which contains tokens of several requests, and adds a bias once per part.
     "mlp_chunks_for_prefill": 1,
 }
 
 
 def check_settings(config: TransformerConfig) -> None:
-    """Raise `ValueError` naming a setting that this package cannot serve."""
+    """Raise `ValueError` if a setting has a value that is not supported; the message names the setting."""
     require_settings(config, _SUPPORTED)
 
 
 def require_settings(config: TransformerConfig, supported: Mapping[str, Any]) -> None:
-    """Raise `ValueError` unless each setting has the value given in `supported`."""
+    """Raise `ValueError` unless each setting in `supported` has the value given there."""
     for name, value in supported.items():
         if (found := getattr(config, name)) != value:
             raise ValueError(f"{name} is {found!r}; only {value!r} is supported")
 
 
 SET_BY_MEGATRON = frozenset({"chunked_prefill_request_id", "has_explicit_chunked_prefill_req"})
-"""Attributes of a context that Megatron's engine sets, and ours too; the context sets all others."""
+"""Attributes of a context that Megatron's engine and ours set; the context itself sets all others."""
 
 
 def megatron_settings(config: CacheConfig, shape: HybridModelShape, *, only_last_logits: bool) -> dict[str, Any]:
-    """Return arguments for Megatron's dynamic context that make it allocate as little memory as possible."""
+    """Return constructor arguments with which Megatron's dynamic context allocates as little memory as possible."""
     layer_types = list(shape.layer_types)
     if Symbols.ATTENTION not in layer_types:  # Megatron requires an attention layer on every stage; it gets no memory
         layer_types.append(Symbols.ATTENTION)

@@ -1,4 +1,4 @@
-"""Ranks that hold a model, as described by Megatron's parallel state."""
+"""Collectives between the ranks of a model, whose groups are those of Megatron's parallel state."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from ..ranks.group import ExpertPeers, NoPeers, OneRank, Ranks
 
 
 def initialize_single_process() -> None:
-    """Initialize torch.distributed and Megatron's model-parallel state for one rank; no effect if initialized."""
+    """Initialize torch.distributed and Megatron's parallel state for one rank; keep what is already initialized."""
     if not dist.is_initialized():
         backend = "nccl" if torch.cuda.is_available() else "gloo"
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -23,7 +23,9 @@ def initialize_single_process() -> None:
 
 
 def initialize_several_processes(tensor_size: int, pipeline_size: int, expert_size: int) -> None:
-    """Initialize torch.distributed and Megatron for torchrun's processes; choose the CUDA device first.
+    """Initialize torch.distributed and Megatron's parallel state in a process that torchrun started.
+
+    The current CUDA device must be set before the call.
 
     Args:
         tensor_size, pipeline_size, expert_size: Tensor-, pipeline- and expert-parallel sizes; the remaining processes
@@ -77,7 +79,7 @@ class ModelRanks:
 
 
 def ranks_of_process() -> Ranks:
-    """Return the ranks of this process's model; a single rank if Megatron's parallel state is not initialized.
+    """Return the collectives of this process's model; `OneRank` if Megatron's parallel state is not initialized.
 
     Raises:
         ValueError: If context parallelism is in use, which is not supported.
@@ -86,15 +88,15 @@ def ranks_of_process() -> Ranks:
         return OneRank()
     if (size := parallel_state.get_context_parallel_world_size()) > 1:
         raise ValueError(
-            f"context parallel size is {size}, but a sequence's state cannot be split: set it to 1, and use tensor, "
-            "pipeline or expert parallelism instead"
+            f"the context-parallel size is {size}, but a sequence's state cannot be split: set it to 1, and use "
+            "tensor, pipeline or expert parallelism instead"
         )
     num_ranks = dist.get_world_size(parallel_state.get_model_parallel_group())
     return OneRank() if num_ranks == 1 else ModelRanks()
 
 
 class ExpertRanks:
-    """Implementation of `ExpertPeers` for expert-parallel ranks, with Gloo over TCP."""
+    """Implementation of `ExpertPeers` for several ranks, with Gloo over TCP."""
 
     def __init__(self) -> None:
         group = parallel_state.get_expert_model_parallel_group()
@@ -118,13 +120,13 @@ class ExpertRanks:
 
 
 def expert_peers_of_process() -> ExpertPeers:
-    """Return this rank's expert-parallel peers; all of these ranks call it."""
+    """Return the collectives between this rank's expert-parallel ranks, all of which must call this function."""
     if not parallel_state.model_parallel_is_initialized() or num_expert_ranks() == 1:
         return NoPeers()
     return ExpertRanks()
 
 
 def num_expert_ranks() -> int:
-    """Return the expert-parallel size; these ranks step together even if some of them are idle."""
+    """Return the expert-parallel size."""
     size: int = parallel_state.get_expert_model_parallel_world_size()
     return size

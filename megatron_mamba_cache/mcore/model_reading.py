@@ -1,4 +1,4 @@
-"""Read the shape and fingerprint of a model from its parts on all ranks."""
+"""Read the shape, the fingerprint and the step-time estimator of a model from its parts on all ranks."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -33,13 +33,13 @@ _Fact = tuple[str, str]
 
 @runtime_checkable
 class RecurrentMixer(Protocol):
-    """Mixer of a recurrent layer that keeps its states in slots."""
+    """Interface of the mixer of a recurrent layer whose states are in slots."""
 
     recurrence: Recurrence
 
     @property
     def facts(self) -> tuple[Any, ...]:
-        """Settings that determine the output for given weights: numbers, strings, dtypes and dataclasses of these."""
+        """Settings that determine the output for given weights: numbers, strings, dtypes, or dataclasses of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class _Part:
 
 
 def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
-    """Read the shape of a MambaModel that was built from a `with_mamba_cache` spec; all its ranks call it.
+    """Read the shape of a MambaModel that was built from a `with_mamba_cache` spec; all its ranks must call this.
 
     Args:
         ranks: Ranks that hold the model; None if this rank holds all of it.
 
     Raises:
         ValueError: If the model is not a hybrid of Mamba and attention layers, was built without the caching modules,
-            has KV heads that the ranks cannot divide, or has different mixers on tensor-parallel ranks.
+            has KV heads that cannot be divided between the ranks, or has different mixers on tensor-parallel ranks.
     """
     ranks = ranks or OneRank()
     parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
@@ -96,8 +96,8 @@ def _part_of(model: Any) -> _Part:
     for symbol, layer in zip(layer_types, model.decoder.layers, strict=True):
         if isinstance(layer, IdentityOp):
             raise ValueError(
-                f"the model's layer pattern contains {symbol!r}, but its spec has no such layer, so Megatron left "
-                "these layers out; build the model from a spec with this layer"
+                f"the model's layer pattern contains {symbol!r}, but its spec has no layer of this type, so Megatron "
+                "left such layers out; build the model from a spec with this layer type"
             )
     found: dict[str, list[Any]] = {
         Symbols.MAMBA: [module for module in model.modules() if isinstance(module, RecurrentMixer)],
@@ -144,7 +144,7 @@ def _weights_of(model: Any) -> _Weights:
 
 
 def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
-    """Return an estimator of the model's step times. Collective: all its ranks call it and get equal results."""
+    """Return an estimator of the model's step times, equal on all of the model's ranks, which must all call this."""
     config = shape.with_forms(config)
     device = GPU if next(model.parameters()).is_cuda else CPU
     width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0
@@ -189,7 +189,7 @@ def _matrix_bytes(shape: HybridModelShape, config: CacheConfig) -> int:
 
 
 def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[Recurrence, ...]:
-    """Return the distinct recurrences of all pipeline stages in layer order; raise if tensor-parallel ranks differ."""
+    """Return the distinct recurrences of all stages, in layer order; raise if tensor-parallel ranks differ."""
     stages = [parts[first : first + num_tensor_ranks] for first in range(0, len(parts), num_tensor_ranks)]
     for stage in stages:
         found = {part.recurrences for part in stage}
@@ -202,7 +202,7 @@ def _agreed_recurrences(parts: Sequence[_Part], num_tensor_ranks: int) -> tuple[
 
 
 def _agreed_fingerprint(parts: Sequence[_Part]) -> str:
-    """Return one fingerprint for the parts on all ranks; a single part's own fingerprint is used unchanged."""
+    """Return one fingerprint for the whole model; if it has a single part, that part's fingerprint."""
     if len(parts) == 1:
         return parts[0].fingerprint
     return hashlib.sha256(repr([part.fingerprint for part in parts]).encode()).hexdigest()
@@ -218,7 +218,7 @@ def facts_of(model: nn.Module) -> list[_Fact]:
 
     A recurrent mixer lists its own settings. For other modules, all simple attributes are included: numbers, strings,
     dtypes, function names, tensors that are not weights, and tuples, dataclasses and objects of this package that
-    consist of these. Attributes that depend on the rank are left out.
+    consist of these. Attributes that differ between ranks are left out.
     """
     found = [("config", text) for text in _fields_of(model.config)]
     for path, module in model.named_modules():

@@ -1,4 +1,4 @@
-"""Conversion of Megatron's sampling parameters to a request spec, and its serialization between processes."""
+"""Convert Megatron's sampling parameters to a request spec, and serialize a spec for another process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,14 +19,17 @@ from ..policy.request_rules import RequestRules
 from ..policy.request_settings import LogProbSettings, PromptBreakpoint, RequestSpec, SamplingSettings, packed_ids
 
 SPEC = "spec"
-"""Attribute of sampling parameters: fields of `RequestSpec.as_mapping`, which replace Megatron's."""
+"""Attribute of sampling parameters that holds fields of `RequestSpec.as_mapping`; these override Megatron's fields."""
 PROMPT_SCORES = "prompt_scores"
-"""Attribute of a reply's sampling parameters: a `ScoredToken` for each prompt token from the second on, if wanted."""
+"""Attribute of a reply's sampling parameters that holds a `ScoredToken` per prompt token from the second on.
+
+It exists only if the request asked for scores of its prompt.
+"""
 _MOST_BREAKPOINTS = 16
 
 
 class SpecParams(SamplingParams):
-    """Sampling parameters that contain a request spec, from which Megatron's own fields are filled."""
+    """Sampling parameters that contain a request spec; Megatron's own fields are set from it."""
 
     def __init__(self, spec: RequestSpec) -> None:
         carried = spec.as_mapping()
@@ -51,9 +54,9 @@ def spec_of(
     """Return the spec for a DynamicInferenceRequest; `RequestRules` may still reject it.
 
     Args:
-        stop_words: Token ids of the stop words that Megatron's parameters contain as text.
+        stop_words: Token ids of each stop string that Megatron's parameters contain as text.
         longest: Default for the maximum total number of prompt and generated tokens; None if the request must set one.
-        seed, tenant: Override the values in the request's parameters, unless they are None and "".
+        seed, tenant: Override the request's parameters, unless `seed` is None or `tenant` is "", respectively.
         default_seed: Seed if the request sets none.
 
     Raises:
@@ -91,7 +94,7 @@ def spec_of(
 
 
 def checked_spec_of(request: Any, rules: RequestRules) -> RequestSpec:
-    """Return the spec for a DynamicInferenceRequest that bypasses the engine; raise `ValueError` if it cannot run."""
+    """Return the spec for a DynamicInferenceRequest added without an engine; raise `ValueError` if it can never run."""
     check_identity(request.request_id, None, "")
     try:
         spec = spec_of(request, stop_words=request.stop_word_ids or ())
@@ -119,11 +122,13 @@ def check_identity(request_id: object, seed: object, tenant: object) -> None:
     if not (isinstance(request_id, int) and 0 <= request_id < 2**63):
         raise ValueError(f"request id is {request_id!r}; it must be an int between 0 and 2**63 - 1")
     if not (seed is None or isinstance(seed, int)) or not is_encodable(tenant):
-        raise ValueError(f"seed is {seed!r} and tenant is {tenant!r}; seed must be an int or None, tenant Unicode text")
+        raise ValueError(
+            f"seed is {seed!r} and tenant is {tenant!r}; seed must be an int or None, and tenant Unicode text"
+        )
 
 
 def error_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
-    """Return the error if an end token of the grammar would not end the request; None without such a token."""
+    """Return an error if a request with a grammar would not end at an end token of the tokenizer; otherwise None."""
     if not spec.sampling.grammar:
         return None
     ends = spec.sampling.end_ids
@@ -131,8 +136,8 @@ def error_of_end(spec: RequestSpec, tokenizer: Any) -> str | None:
     if not missing:
         return None
     return (
-        f"termination_id is {spec.sampling.termination_id}, and a reply that follows a grammar ends with token "
-        f"{missing[0]}; leave termination_id None"
+        f"termination_id is {spec.sampling.termination_id}, but a reply that follows a grammar ends with token "
+        f"{missing[0]}; set termination_id to None"
     )
 
 
@@ -165,7 +170,7 @@ def prompt_ids(prompt: Any) -> npt.NDArray[np.int64]:
 
 
 def _asked_of(sampling: Any) -> dict[str, Any]:
-    """Return Megatron's fields and the fields of `SPEC`, with their types checked."""
+    """Return the values of Megatron's fields, overridden by those of `SPEC`, after checking their types."""
     carried = getattr(sampling, SPEC, {})
     if not isinstance(carried, Mapping) or not carried.keys() <= _CARRIED.keys():
         raise ValueError(f"{SPEC} is {carried!r:.200}; it must be a mapping whose keys are among {sorted(_CARRIED)}")
@@ -178,7 +183,7 @@ def _asked_of(sampling: Any) -> dict[str, Any]:
 
 
 def _max_len(asked: Mapping[str, Any], prompt_len: int, longest: int | None) -> int:
-    """Return the requested maximum number of prompt and generated tokens."""
+    """Return the requested maximum total number of prompt and generated tokens."""
     num_tokens, total = asked["num_tokens_to_generate"], asked["num_tokens_total"]
     if num_tokens is not None and total is not None:
         raise ValueError(
@@ -214,17 +219,17 @@ def _are_breakpoints(found: Any) -> bool:
 _COUNT: _Field = (lambda value: value is None or type(value) is int, "an int or None")
 _END: _Field = (
     lambda value: value is None or (isinstance(value, Integral) and abs(int(value)) < 2**31),
-    "a token id, -1 for none, or None for the tokenizer's",
+    "a token id, -1 for no end token, or None for the tokenizer's end token",
 )
 _FLAG: _Field = (lambda _: True, "a bool")
 _OF_MEGATRON: dict[str, _Field] = {
     "num_tokens_to_generate": _COUNT,
     "num_tokens_total": _COUNT,
     "termination_id": _END,
-    "temperature": (_is_number((int, float)), "a number of type float"),
-    "top_p": (_is_number((int, float)), "a number of type float"),
-    "top_k": (_is_number((int,)), "a number of type int"),
-    "top_n_logprobs": (_is_number((int,)), "a number of type int"),
+    "temperature": (_is_number((int, float)), "an int or a float"),
+    "top_p": (_is_number((int, float)), "an int or a float"),
+    "top_k": (_is_number((int,)), "an int"),
+    "top_n_logprobs": (_is_number((int,)), "an int"),
     "return_log_probs": _FLAG,
     "skip_prompt_log_probs": _FLAG,
 }
@@ -235,9 +240,9 @@ _CARRIED: dict[str, _Field] = {
     "stop_words": (_are_words, "a list of lists of token ids"),
     "stop_token_ids": (_are_natural, "a list of token ids"),
     "logits": (lambda _: True, "a mapping"),  # `logits_settings_of` checks the value
-    "grammar": (lambda found: isinstance(found, str), "text"),
+    "grammar": (lambda found: isinstance(found, str), "a str"),
     "top_n_by_id": _FLAG,
     "prompt_top_n": _COUNT,
-    "breakpoints": (_are_breakpoints, f"a list of at most {_MOST_BREAKPOINTS} pairs of a position and seconds"),
-    "arrived_s": (lambda found: _are_natural([found]), "whole seconds"),
+    "breakpoints": (_are_breakpoints, f"a list of at most {_MOST_BREAKPOINTS} pairs (position, seconds)"),
+    "arrived_s": (lambda found: _are_natural([found]), "a non-negative int, in seconds"),
 }

@@ -14,7 +14,7 @@ _REMEMBERED_REQUESTS = 65_536
 
 @dataclass(frozen=True, slots=True)
 class DraftCounts:
-    """Numbers of a request's drafts that were verified and that were kept."""
+    """Numbers of a request's draft tokens that were verified and that were accepted."""
 
     drafted: int = 0
     accepted: int = 0
@@ -37,15 +37,15 @@ class RequestState:
     """State that the engine keeps for a request in addition to Megatron's record."""
 
     candidate: Candidate  # queue entry, used again after an interruption
-    cached_tokens: int | None = None  # number of prompt tokens skipped at the first admission
-    tiers: TierTokens = TierTokens()  # of these
-    draft_counts: DraftCounts = DraftCounts()  # totals for the request, including work before evictions
+    cached_tokens: int | None = None  # number of prompt tokens that needed no prefill at the first admission
+    tiers: TierTokens = TierTokens()  # numbers of these tokens that were restored from lower tiers
+    draft_counts: DraftCounts = DraftCounts()  # totals for the request, including those from before evictions
     admitted_at: float | None = None  # monotonic clock in seconds at the first admission; not used for scheduling
-    running: RunningRequest | None = None  # newest run of the request, which may have left
+    running: RunningRequest | None = None  # newest admission of the request, which may have ended
     num_written_before: int = 0  # number of prompt tokens cached by earlier admissions
 
     def admit(self, running: RunningRequest) -> None:
-        """Record an admission; only cached tokens at the first admission count."""
+        """Record an admission; `cached_tokens` and `tiers` are set only by the first."""
         if self.cached_tokens is None:
             self.cached_tokens = running.computed
             self.tiers = TierTokens(running.from_host, running.from_disk)
@@ -55,18 +55,18 @@ class RequestState:
 
     @property
     def age(self) -> int | None:
-        """Sequence number of the first admission; None before it."""
+        """Sequence number of the request's first admission; None before it."""
         return None if self.running is None else self.running.age
 
     @property
     def num_written(self) -> int:
-        """Number of prompt tokens that were newly written to the cache."""
+        """Number of prompt tokens that the request has newly cached, over all admissions."""
         return self.num_written_before + (0 if self.running is None else self.running.num_written)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """Counts for a request, which are kept for a while after the request has left."""
+    """Counts for a request, which are also kept for a while after it has left the engine."""
 
     cached_tokens: int = 0
     tiers: TierTokens = TierTokens()
@@ -80,7 +80,7 @@ class RequestCounts:
         return 0.0 if self.admitted_at is None else time.monotonic() - self.admitted_at
 
     def as_mapping(self) -> dict[str, Any]:
-        """Return the counts under their names in replies."""
+        """Return the counts, keyed by their names in replies."""
         return {
             "cached_tokens": self.cached_tokens,
             "cached_tokens_from_host": self.tiers.from_host,
@@ -93,14 +93,14 @@ class RequestCounts:
 
 
 class RequestStates(dict[int, RequestState]):
-    """Request states by request id, and the counts of recent requests that have left."""
+    """Map from request id to `RequestState`, which also keeps the counts of recent requests that have left."""
 
     def __init__(self) -> None:
         super().__init__()
         self._left: dict[int, RequestCounts] = {}  # oldest first
 
     def leave(self, request_id: int) -> None:
-        """Discard a request's state but keep its counts; do nothing if the request has left."""
+        """Discard the state of a request that leaves the engine, but keep its counts; do nothing for an unknown id."""
         if request_id not in self:
             return
         self._left[request_id] = self.counts_of(request_id)
@@ -121,7 +121,7 @@ class RequestStates(dict[int, RequestState]):
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
     """Start a new part in an interrupted request's record, unless the newest part has no token.
 
-    The part only collects newly generated tokens; the request that runs is created from its spec.
+    A part only collects results; when the request runs again, it starts from its spec and all of its tokens.
     """
     if record[-1].generated_tokens:
         record.checkpoint()
@@ -135,7 +135,7 @@ def begin_next_part(record: DynamicInferenceRequestRecord) -> None:
 
 
 def complete_parts(record: DynamicInferenceRequestRecord) -> None:
-    """Add the lists to the newest part that Megatron needs in order to merge it with earlier parts."""
+    """Add the empty lists that Megatron needs to merge the record's newest part with earlier parts."""
     newest = record[-1]
     newest.tpot = newest.tpot or []
     for name in ("prompt_log_probs", "generated_log_probs", "prompt_top_n_logprobs", "generated_top_n_logprobs"):
@@ -144,10 +144,10 @@ def complete_parts(record: DynamicInferenceRequestRecord) -> None:
 
 
 def tokens_after(count: int, parts: Iterable[Any], name: str = "generated_tokens") -> list[Any]:
-    """Concatenate the generated tokens in all parts of a request, without the first `count`.
+    """Concatenate the generated tokens of all parts of a request's record, without the first `count`.
 
     Args:
-        parts: Megatron requests in one record.
+        parts: Megatron requests that form one record.
         name: Attribute with one entry per generated token; an attribute that is None counts as empty.
     """
     found: list[Any] = []

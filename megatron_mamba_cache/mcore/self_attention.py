@@ -20,15 +20,15 @@ from .between_layers import LayerRMSNorm
 from .megatron_settings import check_settings
 
 _TABLES: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The tables of Megatron's angles, by dtype. A graph that reads one keeps the angles; see `HybridInferenceWrapper`."""
+"""Rotation tables by dtype, for each tensor of Megatron's rotary angles; freed together with the angles."""
 
 
 class CachingSelfAttention(SelfAttention):
     """Megatron's self-attention with our kernels for dynamic batches.
 
     Megatron's own forward pass rejects dynamic batches if flash-attn is not installed. With more tensor-parallel ranks
-    than KV heads, Megatron gathers the outputs of `linear_qkv` from all ranks. Here each rank has its query heads and a
-    copy of their KV head; checkpoints contain one copy.
+    than KV heads, Megatron gathers the outputs of `linear_qkv` from all ranks; here, each rank has some query heads and
+    a copy of their KV head instead. Checkpoints contain one copy.
 
     Attributes:
         kv_scales: Scales of this layer's keys and values in an FP8 KV cache.
@@ -51,7 +51,7 @@ class CachingSelfAttention(SelfAttention):
                 raise ValueError(f"{name} is True, but the spec has no norm for queries and keys; set it to False")
         if not type(self.core_attention).__module__.startswith("megatron.core."):
             raise ValueError(
-                f"the spec's core_attention is {type(self.core_attention).__qualname__}, which steps would not call; "
+                f"the spec's core_attention is {type(self.core_attention).__qualname__}, which would never be called; "
                 "use DotProductAttention"
             )
 
@@ -92,7 +92,7 @@ class CachingSelfAttention(SelfAttention):
         return self.linear_proj(out.flatten(1).unsqueeze(1))
 
     def _is_computed_by_head(self, rotary: Any) -> bool:
-        """Return whether one kernel can read the heads from the QKV projection and apply norms and rotation."""
+        """Return whether one kernel can read the heads from the output of `linear_qkv` and apply norms and rotation."""
         config, norms = self.config, (self.q_layernorm, self.k_layernorm)
         has_kernel = norms == (None, None) or all(type(norm) is LayerRMSNorm for norm in norms)
         if rotary is not None:
@@ -103,7 +103,7 @@ class CachingSelfAttention(SelfAttention):
     def _attend_views(
         self, hidden_states: Tensor, inference_context: Any, angles: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """Run attention on views of the QKV projection; return the result and the view of the gates."""
+        """Run attention on views of the output of `linear_qkv`; return its result, and the gates or None."""
         mixed, _ = self.linear_qkv(hidden_states)
         dim, num_groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         queries = self.num_attention_heads_per_partition // num_groups
@@ -124,7 +124,7 @@ class CachingSelfAttention(SelfAttention):
         return inference_context.attend(packed, k_cache, v_cache, scales), gates[0] if gates else None
 
     def _head_changes(self, positions: Tensor, table: Tensor | None) -> HeadChanges | None:
-        """Return the norms and rotation for queries and keys; None if there are none."""
+        """Return the norms and rotation to apply to queries and keys; None if there are neither."""
         query, key = self.q_layernorm, self.k_layernorm
         if query is None and table is None:
             return None
@@ -145,7 +145,7 @@ class CachingSelfAttention(SelfAttention):
         return state
 
     def _sharded_by_head(self, rows: ShardedTensor, sharded_offsets: tuple) -> ShardedTensorFactory:
-        """Return the rows of `linear_qkv` as one sharded tensor per head."""
+        """Return a factory that splits the rows of `linear_qkv` into one sharded tensor per head."""
         axis = len(sharded_offsets)
         total, heads = self._heads_of_layer()
 
@@ -184,9 +184,12 @@ class CachingSelfAttention(SelfAttention):
 
 
 def rotation_table(angles: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the `Rotation` table for Megatron's angles [positions, 1, 1, 2 * half], in the queries' dtype.
+    """Return the cosines and sines of Megatron's rotary angles, as `Rotation` needs them, in the given dtype.
 
     The table is cached as long as `angles` is alive.
+
+    Args:
+        angles: [positions, 1, 1, 2 * half]; the second half repeats the first.
     """
     tables = _TABLES.setdefault(angles, {})
     if dtype not in tables:

@@ -27,7 +27,7 @@ from .model_reading import model_shape_of
 
 
 class PipelineStage:
-    """Transfers between a pipeline stage and its neighbors; does nothing if there is only one stage.
+    """Transfers between a pipeline stage and its neighbors; its methods do nothing if there is only one stage.
 
     Args:
         model: This stage's part of a MambaModel.
@@ -72,7 +72,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
     @override
     @torch.inference_mode()
     def run_one_forward_step(self, inference_input: dict[str, Any], recv_buffer_seq_len: int | None = None) -> Tensor:
-        """Return logits, [1, n, vocab], on the last stage; on others, the hidden states sent, [tokens, 1, hidden]."""
+        """Return logits, [1, n, vocab], on the last stage, and hidden states, [tokens, 1, hidden], on the others."""
         num_tokens = inference_input["tokens"].shape[1]
         self.stage.receive(num_tokens)
         output = self._compute(inference_input)
@@ -127,7 +127,9 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
 
 
 def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
-    """Check that a model can be served and return its shape; all its ranks call it.
+    """Check that a model can be served and return its shape; all its ranks must call this.
+
+    An error is raised on all ranks, even if only one rank's part cannot be served.
 
     Args:
         longest: Maximum number of tokens per request.
@@ -136,13 +138,11 @@ def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
         TypeError: If the model is not a MambaModel.
         ValueError: If the model is not a hybrid, lacks the caching modules, captures CUDA graphs itself, uses sequence
             parallelism, has hidden states with more than one dtype, or has too few position embeddings.
-
-    The error is raised on all ranks, even if only one rank's part cannot be served.
     """
     on_all_ranks(ranks, lambda: _check_part(model, ranks.num_stages, longest))
     if longest > model.max_sequence_length:
         _LOG.warning(
-            "requests may have %d tokens, but the model has %d positions: replies beyond these may be noise; "
+            "requests may have %d tokens, but the model has %d positions: text after the last position may be noise; "
             "set max_sequence_length (--max-model-len) to %d or less",
             *(longest, model.max_sequence_length, model.max_sequence_length),
         )
@@ -151,7 +151,7 @@ def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
 
 def _check_part(model: Any, num_stages: int, longest: int) -> None:
     if not isinstance(model, MambaModel):
-        raise TypeError(f"only a MambaModel can be served, found {model!r:.200}")
+        raise TypeError(f"model must be a MambaModel, found {model!r:.200}")
     if model.config.cuda_graph_impl != "none":
         raise ValueError(f"cuda_graph_impl is {model.config.cuda_graph_impl!r}; only 'none' is supported")
     if model.config.sequence_parallel:
@@ -174,7 +174,7 @@ def _check_part(model: Any, num_stages: int, longest: int) -> None:
 
 
 def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper:
-    """Return Megatron's wrapper for the model in eval mode; from now on, record Triton compilations."""
+    """Put the model into eval mode and return Megatron's wrapper for it; also start recording Triton compilations."""
     WATCH.install()
     shape = context.shape
     settings = InferenceWrapperConfig(

@@ -1,4 +1,4 @@
-"""Insert the caching modules into a hybrid model's spec, and check its layer pattern."""
+"""Insert the caching modules into a hybrid model's spec, and check a layer pattern."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -23,7 +23,7 @@ def with_mamba_cache(spec: ModuleSpec) -> ModuleSpec:
         TypeError: If `spec` is not a ModuleSpec.
     """
     if not isinstance(spec, ModuleSpec):
-        raise TypeError(f"with_mamba_cache needs the ModuleSpec of a MambaStack, found {spec!r}")
+        raise TypeError(f"spec must be the ModuleSpec of a MambaStack, found {spec!r}")
     layers = spec.submodules
     if not isinstance(layers, MambaStackSubmodules):
         raise ValueError(f"the spec for {spec.module} has no MambaStack layers; pass the spec of a hybrid model")
@@ -42,8 +42,8 @@ def check_layer_pattern(pattern: str) -> None:
     unknown = sorted(set(pattern) - Symbols.VALID)
     if unknown:
         raise ValueError(
-            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; known symbols: {sorted(Symbols.VALID)} "
-            "(M Mamba, * attention, - MLP, E mixture of experts)"
+            f"layer pattern {pattern!r:.100} has unknown symbols {unknown}; the known symbols are "
+            f"{sorted(Symbols.VALID)} (M Mamba, * attention, - MLP, E mixture of experts)"
         )
     for symbol, name in ((Symbols.MAMBA, "Mamba"), (Symbols.ATTENTION, "attention")):
         if symbol not in pattern:
@@ -51,11 +51,17 @@ def check_layer_pattern(pattern: str) -> None:
 
 
 def _with_part(layer: Any, name: str, caching: Mapping[type, type]) -> Any:
-    """Return a copy of a layer spec with a caching class for one submodule; reject unknown classes."""
+    """Return a copy of a layer spec in which the submodule `name` has its caching class.
+
+    Args:
+        caching: Caching class for each class that it can replace.
+    """
     part: Any = getattr(getattr(layer, "submodules", None), name, None)
     found = getattr(part, "module", None)
     if part is None or found not in (*caching, *caching.values()):
         expected = " or ".join(of_megatron.__name__ for of_megatron in caching)
-        raise ValueError(f"the spec has {found} instead of a {expected}, so the caching module cannot replace it")
+        raise ValueError(
+            f"the spec has {found} as its {name}, which cannot be replaced by a caching module; it must be {expected}"
+        )
     part = replace(part, module=caching.get(found, found))
     return replace(layer, submodules=replace(layer.submodules, **{name: part}))

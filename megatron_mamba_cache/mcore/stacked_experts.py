@@ -21,14 +21,15 @@ from .linear import check_not_quantized, frozen, matrix_of
 EXPERT_WEIGHTS = ("linear_fc1", "linear_fc2")
 """Names of the parameters of `StackedExperts`."""
 STACKED_PARAMETERS = (".experts.linear_fc1", ".experts.linear_fc2")
-"""Suffixes of the names of parameters that hold several experts' weights."""
+"""Suffixes of the names of parameters that hold the weights of several experts."""
 
 
 class StackedExperts(MegatronModule):
-    """This rank's experts, split over tensor-parallel ranks in the same way as Megatron's.
+    """This rank's routed experts, each split over the tensor-parallel ranks like Megatron's experts.
 
     Args:
-        config: Megatron's configuration; experts read and write vectors of `moe_latent_size`, or else `hidden_size`.
+        config: Megatron's configuration; the experts' inputs and outputs have `moe_latent_size` channels if it is set,
+            otherwise `hidden_size`.
         pg_collection: Contains the process groups `ep`, `tp` and `expt_dp`.
 
     Attributes:
@@ -115,7 +116,7 @@ class StackedExperts(MegatronModule):
         """Return views of each expert's weights under Megatron's checkpoint keys, for saving or loading in place.
 
         Args:
-            metadata: With `singleton_local_shards`, each expert has a separate key.
+            metadata: If its `singleton_local_shards` is True, each expert has a separate key.
         """
         for form in self.forms.values():
             check_not_quantized(form)
@@ -146,7 +147,7 @@ class StackedExperts(MegatronModule):
 
 
 def _activation(config: Any) -> tuple[Activation, Any]:
-    """Return the activation fused into the first GEMM, and the function applied to the result, or None."""
+    """Return (activation fused with the first GEMM, None), or ("none", function to apply to the GEMM's result)."""
     fused, is_gated = fused_activation(config), config.gated_linear_unit
     if fused != "none":
         return fused, None

@@ -1,4 +1,4 @@
-"""Apply the results of a step to the requests' records, and undo the changes if the report fails."""
+"""Add the results of a step to the requests' records, and undo this if reporting the step fails."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,15 +15,19 @@ def failure_reason(request: Any) -> str | None:
     if request.status is not Status.FAILED:
         return None
     errors = [event.payload for event in request.events if event.payload is not None]
-    return str(getattr(errors[-1], "message", None) or errors[-1]) if errors else "failed without a reason"
+    return (
+        str(getattr(errors[-1], "message", None) or errors[-1])
+        if errors
+        else "the request failed, but no reason was recorded"
+    )
 
 
 class StepReport:
-    """Report of one step, which can be undone until it is complete.
+    """Transfer of one step's results to the requests' records, which can be undone if a part of it fails.
 
     Args:
         step_result: Result from the controller; None if the step computed nothing.
-        entries: Requests in the engine; Megatron removes the requests that end.
+        entries: Engine's requests by id; Megatron removes requests that end.
         states: State that the engine keeps for these requests.
     """
 
@@ -37,7 +41,11 @@ class StepReport:
         self._additions: Sequence[Addition] = ()
 
     def mark_leaving(self, failed_ids: Iterable[int]) -> list[Any]:
-        """Save the records of requests that end, fail or are evicted in this report; return their entries."""
+        """Take snapshots of the records of requests that end, fail or are evicted in this step; return their entries.
+
+        Args:
+            failed_ids: Ids of failed requests that are not part of the step.
+        """
         leaving = list(failed_ids)
         if self._step_result is not None:
             leaving += self._step_result["finished_request_ids"].tolist()
@@ -49,7 +57,7 @@ class StepReport:
     def append(self, detokenize: Callable[[list[int]], str]) -> None:
         """Append the results that Megatron does not append: all tokens but the last, and all log-probs.
 
-        If the detokenization of an alternative raises, nothing has changed.
+        If `detokenize` raises, nothing is appended to any request.
         """
         if self._step_result is not None:
             self._additions = additions_of(self._step_result, self._entries, self._states, detokenize)
@@ -57,14 +65,14 @@ class StepReport:
             addition.apply()
 
     def rest(self) -> dict[str, Any] | None:
-        """Return the step's result without the values that `append` added to the records."""
+        """Return the step's result without the log-probs that `append` added; None if the step computed nothing."""
         return None if self._step_result is None else {**self._step_result, "log_probs": None, "top_n_logprobs": None}
 
     def ended(self, detokenize: Callable[[list[int]], str] | None) -> list[Any]:
-        """Complete the futures and texts of requests that have ended in this report; return their records.
+        """Complete the futures and texts of requests that Megatron has already removed; return their records.
 
         Args:
-            detokenize: None if another process detokenizes.
+            detokenize: Function that converts token ids to text; None if another process does this.
         """
         entries = [mark.entry for request_id, mark in self._leaving.items() if request_id not in self._entries]
         for entry in entries:
@@ -75,11 +83,11 @@ class StepReport:
         return [entry.record for entry in entries]
 
     def take_back(self, requests: Iterable[RunningRequest], failed_ids: Iterable[int]) -> None:
-        """Undo the report for each request, except for requests that continue and have all their results.
+        """Remove the step's results from every record, except for continuing requests whose record is complete.
 
         Args:
             requests: Requests that continue after the step.
-            failed_ids: Ids of requests that fail without being part of the step.
+            failed_ids: Ids of failed requests that are not part of the step.
         """
         for request_id in self._leaving.keys() & self._entries.keys() - set(failed_ids):
             self._leaving[request_id].take_back()

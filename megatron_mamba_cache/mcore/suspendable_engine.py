@@ -25,7 +25,7 @@ LANDING_INTERVAL_S = 0.02
 
 
 class SuspendableEngine(DynamicInferenceEngine):
-    """Base of `MambaCacheEngine` with operations between steps; all ranks of a model make the same calls."""
+    """Base class of `MambaCacheEngine` with operations between steps; all ranks of a model must make the same calls."""
 
     context: MambaCacheContext
     controller: MambaCacheController
@@ -36,7 +36,7 @@ class SuspendableEngine(DynamicInferenceEngine):
     _has_compiled = False
 
     def warmup(self) -> Compilations:
-        """Compile the kernels that steps launch before requests arrive; return the compiled kernels.
+        """Compile the kernels that steps will launch, before requests arrive; return the compiled kernels.
 
         This also reads the vocabulary for grammars. No request, state, block, counter or random number changes. On a
         CPU, nothing is compiled.
@@ -50,7 +50,7 @@ class SuspendableEngine(DynamicInferenceEngine):
 
     @override
     def create_cuda_graphs(self, reset_context: bool = True) -> None:
-        """Capture the configured step shapes as CUDA graphs, at the start and after a resume that lost them."""
+        """Capture the configured step shapes as CUDA graphs, at the start and after a suspend that freed the graphs."""
         context = self.context
         if not context.is_tensor_state_allocated:  # Megatron calls this again after allocation
             return
@@ -78,7 +78,8 @@ class SuspendableEngine(DynamicInferenceEngine):
         """Invalidate all cached prefixes; see `MambaCacheContext.flush`.
 
         If weights have moved in memory, CUDA graphs are captured again; a suspended engine does this when it resumes.
-        Running requests continue from states that the old weights computed; to avoid that, suspend the engine first.
+        Running requests continue from states that were computed with the old weights; to avoid that, suspend the engine
+        first.
         """
         self.context.flush(weights_version)
         if not self.is_suspended:
@@ -100,7 +101,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         waiting = list(self.waiting_request_ids)
         super().suspend()
         for request_id in self.requests.keys() - set(waiting):
-            self.requests[request_id].record.requests.pop()  # checkpoint that Megatron always adds
+            self.requests[request_id].record.requests.pop()  # Megatron has added an empty part to the record
         for request_id in running:
             self._restart(request_id)
         for request_id in waiting:
@@ -116,8 +117,8 @@ class SuspendableEngine(DynamicInferenceEngine):
                 version are never used.
 
         Raises:
-            ValueError: If a version is given to an engine that is not suspended; on all ranks, if it is not Unicode
-                text or differs between them. A suspended engine stays suspended.
+            ValueError: If a version is given to an engine that is not suspended; on all ranks, if it cannot be
+                encoded as UTF-8 or differs between them. A suspended engine stays suspended.
         """
         if not self.is_suspended:
             if weights_version is not None:
@@ -138,15 +139,14 @@ class SuspendableEngine(DynamicInferenceEngine):
         """Free the memory and the CUDA graphs of an engine that will not run again.
 
         Later steps fail the waiting requests. On several ranks, call it before
-        `torch.distributed.destroy_process_group`:
-        otherwise NCCL waits there forever for graphs that contain its collectives.
+        `torch.distributed.destroy_process_group`, where NCCL would otherwise wait forever for graphs with collectives.
         """
         self.context.planner.drop_graphs()
         self.context.release_memory()
         gc.collect()  # graphs are in reference cycles
 
     def cancel_request(self, request_id: int) -> bool:
-        """Drop a running, waiting or suspended request between steps; return whether it was in the engine.
+        """Drop a running, waiting or suspended request between steps; return False if it is not in the engine.
 
         Its KV blocks, slots and draft window are released and its future is cancelled; its published prefixes stay in
         the cache, and no step reports it. Ranks that share the model cancel in the same order.
@@ -210,7 +210,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         model = self.controller.inference_wrapped_model
         reason = reason_to_capture_again(self.context.graphs, model, self.context.ranks)
         if reason is not None:
-            advice = "weights that are loaded in place, with copy_, keep the graphs"
+            advice = "load weights in place, with copy_, to keep the graphs"
             _LOG.warning("CUDA graphs are captured again: %s; %s", reason, advice)
             self.create_cuda_graphs()
 

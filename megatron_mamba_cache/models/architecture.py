@@ -48,7 +48,9 @@ class MambaSizes:
     def check(self) -> None:
         """Raise `ValueError` if the number of heads is not a multiple of the number of groups."""
         if self.num_heads % self.num_groups:
-            raise ValueError(f"{self.num_heads} Mamba heads are not divisible by {self.num_groups} groups")
+            raise ValueError(
+                f"the number of Mamba heads must be a multiple of the {self.num_groups} groups, found {self.num_heads}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +59,8 @@ class GatedDeltaSizes:
 
     Args:
         num_key_heads: Number of query and key heads; consecutive value heads share a key head.
-        key_head_dim, value_head_dim: The state of a value head has shape [key_head_dim, value_head_dim].
+        key_head_dim, value_head_dim: Dimensions of each key head and each value head; a value head's state has shape
+            [key_head_dim, value_head_dim].
         chunk_size: Number of tokens in one chunk of the scan.
     """
 
@@ -83,7 +86,10 @@ class GatedDeltaSizes:
     def check(self) -> None:
         """Raise `ValueError` if the number of value heads is not a multiple of the number of key heads."""
         if self.num_value_heads % self.num_key_heads:
-            raise ValueError(f"{self.num_value_heads} value heads are not divisible by {self.num_key_heads} key heads")
+            raise ValueError(
+                f"the number of value heads must be a multiple of the {self.num_key_heads} key heads, "
+                f"found {self.num_value_heads}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class AttentionSizes:
 
 @dataclass(frozen=True, slots=True)
 class FeedForwardSizes:
-    """Dimensions of the dense feed-forward layers. If `gated`, a second projection is multiplied by the activation."""
+    """Dimensions of the dense feed-forward layers. If `gated`, the layers have a gate projection, as in SwiGLU."""
 
     hidden_size: int
     activation: str  # a key of ACTIVATIONS
@@ -168,7 +174,8 @@ class HybridArchitecture:
     Args:
         pattern: One symbol per layer: M recurrent, * attention, - feed-forward, E mixture of experts.
         zero_centered_norms: True if all norms except those inside the mixers scale by 1 + weight, computed in fp32.
-        input_multiplier, residual_multiplier, output_multiplier: Factors, as defined in `LocalSpecOptions`.
+        input_multiplier, residual_multiplier, output_multiplier: Factors on the embeddings, on each layer's output
+            before it is added to the residual, and on the final hidden states.
     """
 
     pattern: str
@@ -188,7 +195,7 @@ class HybridArchitecture:
 
 
 def check_architecture(architecture: HybridArchitecture) -> None:
-    """Raise `ValueError` if the pattern lacks a kind of layer or has an unknown one, or if dimensions do not fit."""
+    """Raise `ValueError` if the layer pattern is not valid or dimensions are inconsistent."""
     check_layer_pattern(architecture.pattern)
     _check_heads(architecture)
     _check_experts(architecture)
@@ -198,12 +205,16 @@ def _check_heads(architecture: HybridArchitecture) -> None:
     attention = architecture.attention
     if attention.num_heads % attention.num_kv_heads:
         raise ValueError(
-            f"{attention.num_heads} attention heads are not divisible by {attention.num_kv_heads} KV heads"
+            f"the number of attention heads must be a multiple of the {attention.num_kv_heads} KV heads, "
+            f"found {attention.num_heads}"
         )
     architecture.recurrent.check()
     rotated = attention.head_dim * attention.rotary_percent
     if attention.rotary_base is not None and (int(rotated) % 2 or not 2 <= rotated <= attention.head_dim):
-        raise ValueError(f"{rotated:g} of {attention.head_dim} channels of a head cannot be rotated in pairs")
+        raise ValueError(
+            f"rotary embeddings must rotate an even number of channels per head, between 2 and {attention.head_dim}; "
+            f"found {rotated:g}"
+        )
 
 
 def _check_experts(architecture: HybridArchitecture) -> None:
@@ -211,15 +222,15 @@ def _check_experts(architecture: HybridArchitecture) -> None:
     if "E" not in architecture.pattern:
         return
     if experts is None:
-        raise ValueError(f"layer pattern {architecture.pattern!r} has experts (E), but their sizes are not given")
+        raise ValueError(f"layer pattern {architecture.pattern!r} has expert layers (E), but `experts` is None")
     experts.rule.check(experts.num_experts)
     if experts.has_shared_gate and experts.shared_hidden_size is None:
-        raise ValueError("has_shared_gate needs a shared expert, but shared_hidden_size is None")
+        raise ValueError("has_shared_gate needs a shared expert, but shared_hidden_size is None; set it")
 
 
 @dataclass(frozen=True, slots=True)
-class ChoiceFields:
-    """Names of the configuration fields for `ExpertsSizes`; "" for group fields that a model family does not have."""
+class RoutingFields:
+    """Names of the `config.json` fields that hold values of `ExpertsSizes`; "" if a family does not have the field."""
 
     num_experts: str
     top_k: str
@@ -227,8 +238,8 @@ class ChoiceFields:
     top_groups: str = ""
 
 
-def checked_choice(config: CheckpointConfig, experts: ExpertsSizes, fields: ChoiceFields) -> ExpertsSizes:
-    """Return `experts` unchanged; raise `ValueError`, naming the fields in `config`, if numbers are inconsistent."""
+def checked_routing(config: CheckpointConfig, experts: ExpertsSizes, fields: RoutingFields) -> ExpertsSizes:
+    """Return `experts` unchanged; raise `ValueError`, which names the fields, if its numbers are inconsistent."""
     num_groups = experts.num_groups
     all_experts = config.shown(fields.num_experts, experts.num_experts)
     all_groups = config.shown(fields.num_groups, num_groups)

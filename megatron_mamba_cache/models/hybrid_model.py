@@ -171,7 +171,7 @@ def check_buildable(architecture: HybridArchitecture) -> None:
 
 
 def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
-    """Set the model's rotary frequencies, computed on the CPU, because a GPU rounds the powers differently."""
+    """Set the model's rotary frequencies to values computed on the CPU; a GPU would round the powers differently."""
     rotary = model.rotary_pos_emb
     dim = 2 * rotary.inv_freq.numel()
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim

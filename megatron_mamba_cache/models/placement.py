@@ -34,11 +34,12 @@ class Split:
         length = tensor.shape[self.dim]
         if self.sections and sum(self.sections) != length:
             raise ValueError(
-                f"dimension {self.dim} has size {length}, which is not the sum of its parts {list(self.sections)}"
+                f"dimension {self.dim} has size {length}, which is not the sum of its sections {list(self.sections)}"
             )
         parts = tensor.split(self.sections or length, dim=self.dim)
         if any(part.shape[self.dim] % size for part in parts):
-            raise ValueError(f"parts {[part.shape[self.dim] for part in parts]} are not divisible by {size} ranks")
+            lengths = [part.shape[self.dim] for part in parts]
+            raise ValueError(f"sections of lengths {lengths} are not divisible by {size} ranks")
         return torch.cat([part.chunk(size, dim=self.dim)[rank] for part in parts], dim=self.dim)
 
 
@@ -68,7 +69,7 @@ class GroupedSplit:
             return Split(0).local(tensor, rank, size)
         if len(tensor) % self.num_groups or size % self.num_groups:
             raise ValueError(
-                f"{len(tensor)} rows in groups of {self.num_groups} KV heads are not divisible by {size} ranks"
+                f"{len(tensor)} rows, grouped by {self.num_groups} KV heads, are not divisible by {size} ranks"
             )
         num_sharing = size // self.num_groups
         group = tensor.chunk(self.num_groups)[rank // num_sharing]
@@ -103,7 +104,7 @@ class Placement:
         return self.rows(tensor if self.entry is None else tensor[self.entry])
 
     def shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, ...]:
-        """Return the shape of the selected part, given the shapes of the undivided model's parameters by name."""
+        """Return the shape of the part that `select` returns, given the undivided model's parameter shapes, by name."""
         return _needed_shape(self.view(torch.empty(shapes[self.target], device="meta")))
 
 
@@ -112,7 +113,7 @@ Placements = Mapping[str, tuple[Placement, ...]]
 
 
 def stacked(targets: Iterable[Placement]) -> tuple[Placement, ...]:
-    """Return the destinations of a tensor that stacks several tensors, given the tensors' destinations in order.
+    """Return the destinations of a stack of tensors, given the destinations of the stacked tensors, in order.
 
     Consecutive tensors with the same target, such as the halves of a gated projection, form one entry of the stack;
     each has an equal share of the entry's rows.
@@ -222,7 +223,7 @@ def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list[Tensor]:
-    """Return the part of a tensor for each destination; raise `ValueError` unless the parts make up the tensor."""
+    """Return the part of a tensor for each destination; raise `ValueError` unless the parts cover the whole tensor."""
     try:
         parts = [placement.select(tensor) for placement in targets]
     except IndexError:
@@ -234,7 +235,7 @@ def _selected(name: str, tensor: Tensor, targets: tuple[Placement, ...]) -> list
 
 
 def _needed_shape(part: Tensor) -> tuple[int, ...]:
-    """Return the shape of a target view in a checkpoint, where KV heads are not a separate dimension."""
+    """Return the shape of a target view as in a checkpoint, where KV heads are part of the row dimension."""
     return (part[..., 0].numel(), part.shape[-1]) if part.dim() > 3 else _shape(part)
 
 

@@ -89,7 +89,7 @@ def random_hybrid_model(shape: RandomHybridConfig | None = None) -> MambaModel:
 def random_weights(shape: RandomHybridConfig) -> Iterator[tuple[str, Tensor]]:
     """Yield the name and float32 values of each parameter and selection bias in the whole model.
 
-    A single CPU generator draws all values, because the same seed gives different numbers on other devices.
+    All values come from one CPU generator, because generators on other devices give other values for the same seed.
     """
     generator = torch.Generator().manual_seed(shape.seed)
     residual_std = shape.init_std / math.sqrt(2 * len(shape.pattern))

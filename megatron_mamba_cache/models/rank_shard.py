@@ -120,7 +120,7 @@ def _check_expert_ranks(architecture: HybridArchitecture, size: int) -> None:
 
 
 def _shared_out(architecture: HybridArchitecture) -> dict[str, int]:
-    """Return the dimensions that tensor-parallel ranks divide, keyed by their names in error messages."""
+    """Return the dimensions that are divided among tensor-parallel ranks, keyed by their names in error messages."""
     attention, experts = architecture.attention, architecture.experts
     shared = {
         "vocab_size": architecture.vocab_size,

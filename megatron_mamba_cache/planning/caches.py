@@ -1,4 +1,4 @@
-"""Create the bookkeeping of a cache with the engine's default settings, without device memory."""
+"""Create caches with the engine's default settings that only keep records: they allocate no device memory."""
 
 from dataclasses import dataclass
 
@@ -21,11 +21,12 @@ _DEFAULTS = CacheConfig()
 
 @dataclass(frozen=True, slots=True)
 class CacheSizes:
-    """Sizes of a model's KV and states, in total over all ranks.
+    """Sizes of a model's KV and states, summed over all ranks.
 
     Args:
         kv_bytes_per_token: Number of bytes per token of the keys and values of all attention layers.
         state_bytes: Number of bytes of the states of all recurrent layers at one token position.
+        block_size: Number of tokens per KV block.
     """
 
     kv_bytes_per_token: int
@@ -34,7 +35,7 @@ class CacheSizes:
 
     @property
     def unit(self) -> UnitBytes:
-        """Number of bytes of a state and of a KV block."""
+        """Sizes in bytes of a state and of a KV block."""
         return UnitBytes(self.state_bytes, self.kv_bytes_per_token * self.block_size, token_row=1)
 
     @property
@@ -43,7 +44,7 @@ class CacheSizes:
         return self.state_bytes / self.kv_bytes_per_token
 
     def space(self, cache_gb: float) -> SlabSpace:
-        """Return the bookkeeping for as many slabs as fit in `cache_gb` GiB."""
+        """Return empty records for as many slabs as fit in `cache_gb` GiB."""
         slab = SlabShape.fitting([self.unit])
         return SlabSpace(slab.slabs_in(int(cache_gb * 2**30), self.unit), slab.blocks_per_slab, slab.slots_per_slab)
 

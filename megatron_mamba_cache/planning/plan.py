@@ -1,4 +1,4 @@
-"""Predict, for several cache sizes, how many prompt tokens of a recorded workload would need no prefill."""
+"""Predict how many prompt tokens of a recorded workload would need no prefill, for several cache sizes."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -46,11 +46,14 @@ def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
     are assumed to be the reply; otherwise the reply gets unique keys.
 
     Raises:
-        ValueError: If neither the block size nor the number of tokens per hash divides the other.
+        ValueError: If neither the block size nor the number of tokens per hash is a multiple of the other.
     """
     size = load.tokens_per_id
     if block_size % size and size % block_size:
-        raise ValueError(f"block size {block_size} and {size} tokens per hash do not match: one must divide the other")
+        raise ValueError(
+            f"a block has {block_size} tokens and a hash covers {size} tokens; one number must be a "
+            "multiple of the other"
+        )
     known: dict[tuple[BlockKey, _Content], BlockKey] = {}
     numbers = count(1)
 
@@ -68,9 +71,8 @@ def block_texts(load: RecordedLoad, block_size: int) -> list[BlockText]:
         return keys
 
     prompts = [prompt_keys(request) for request in load.requests]
-    following: dict[
-        tuple[BlockKey, _Content], int
-    ] = {}  # next request whose prompt has this block, followed by this content
+    # Index of the next request whose prompt contains the block, followed by the content.
+    following: dict[tuple[BlockKey, _Content], int] = {}
     texts: list[BlockText] = []
     for index in reversed(range(len(prompts))):
         request, keys = load.requests[index], prompts[index]
@@ -241,7 +243,7 @@ def plan(
 
 
 def unlimited_space(texts: Sequence[BlockText], block_size: int, max_requests: int = 1) -> SlabSpace:
-    """Return bookkeeping for so much memory that nothing is evicted with at most `max_requests` running requests."""
+    """Return records for enough memory that at most `max_requests` running requests never cause an eviction."""
     longest = max(text.length for text in texts) // block_size + 2
     num_blocks = len({key for text in texts for key in text.keys}) + max_requests * longest
     return SlabSpace(2 * num_blocks, 1, 1)

@@ -4,11 +4,11 @@ Two file formats are supported. Both have one JSON object per line and may be gz
 content of a fixed number of consecutive tokens.
 
 - Agent sessions, one per line: `block_size` (tokens per hash) and `requests`, each with `t` (seconds since the start of
-the session), `in` and `out` (numbers of tokens) and `hash_ids`, local to the session. An entry
-  that contains `requests` is a sub-agent, whose times are relative to its own `t`.
+  the session), `in` and `out` (numbers of tokens) and `hash_ids`, local to the session. An entry that contains
+  `requests` is a sub-agent, whose times are relative to its own `t`.
 - Mooncake traces, one request per line: `timestamp` (ms), `input_length`, `output_length`, `hash_ids` for 512 tokens
-each, shared by all requests. `serve --record-load` writes two more fields: `block_size`, the number of
-  tokens per hash if it is not 512, and `session`, the number of the conversation that the request continues.
+  each, shared by all requests. `serve --record-load` writes two more fields: `block_size`, the number of tokens per
+  hash if it is not 512, and `session`, the number of the conversation that the request continues.
 """
 
 import gzip
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 SESSIONS_START_WITHIN_S = 1800.0
-"""Number of seconds over which the starts of sessions are spread evenly, because their start times are unknown."""
+"""Period in seconds over which the starts of sessions are spread evenly, because their start times are unknown."""
 _MOONCAKE_TOKENS = 512
 _MOST_TOKENS = 2**24
 
 ContentId = tuple[int, int]
-"""Identifier for the content of consecutive tokens: (session, hash); session is 0 if all requests share the hashes."""
+"""Identifier of the content of consecutive tokens: (session, hash); session is 0 if all requests share the hashes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,10 @@ def read_load(path: Path, most_sessions: int | None = None, skip_sessions: int =
         requests += found
         sizes.add(size)
     if len(sizes) > 1:
-        raise ValueError(f"{path} mixes hashes for {sorted(sizes)} tokens; put each size into a separate file")
+        raise ValueError(
+            f"the hashes in {path} cover different numbers of tokens, {sorted(sizes)}; put the lines of each "
+            "number into a separate file"
+        )
     if not requests:
         raise ValueError(f"{path} contains only sessions without requests")
     return RecordedLoad(sizes.pop(), tuple(sorted(requests, key=lambda request: request.arrival_s)))
@@ -95,8 +98,8 @@ def _opened(path: Path) -> Any:
 
 def _reason(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "nested too deeply"
-    return f"no field {error}" if isinstance(error, KeyError) else str(error)
+        return "the JSON is nested too deeply"
+    return f"the field {error} is missing" if isinstance(error, KeyError) else str(error)
 
 
 def _requests_of(entry: Any, number: int, start_s: float) -> tuple[int, list[RecordedRequest]]:
@@ -147,8 +150,8 @@ def _request(
         raise TypeError("hash_ids must be a list of integers")
     if len(hashes) < prompt_len // size:
         raise ValueError(
-            f"{prompt_len} prompt tokens must have {prompt_len // size} hashes, one for {size} tokens each, found "
-            f"{len(hashes)}"
+            f"a prompt of {prompt_len} tokens must have at least {prompt_len // size} hash_ids, one per {size} tokens, "
+            f"found {len(hashes)}"
         )
     return RecordedRequest(arrival_s, session, prompt_len, reply_len, tuple((names, content) for content in hashes))
 
@@ -163,5 +166,5 @@ def _count(entry: Mapping[str, Any], name: str, least: int, limit: int = _MOST_T
 def _number(entry: Mapping[str, Any], name: str) -> float:
     value = entry[name]
     if type(value) not in (int, float) or not 0 <= value < float("inf"):
-        raise ValueError(f"{name} must be a time of at least 0, found {value!r}")
+        raise ValueError(f"{name} must be a finite, non-negative number, found {value!r}")
     return float(value)

@@ -1,1 +1,1 @@
-"""Cache decisions: plain values in, frozen plans out. Imports neither torch nor megatron."""
+"""Decisions of the cache, from plain values to frozen plans. Imports neither torch nor Megatron."""

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class HitRateHint:
-    """Logs one line with the reason if no prompt has been able to reuse a prefix."""
+    """Logs one warning if the settings rule out prefix hits, or if the first prompts are too short for a hit."""
 
     def __init__(self, config: CacheConfig) -> None:
         self._block_size = config.block_size_tokens
@@ -36,7 +36,7 @@ class HitRateHint:
             )
 
     def note_prompt(self, prompt_len: int) -> None:
-        """Count a prompt; a prompt longer than one block shows that prefix hits are possible."""
+        """Count a prompt; after the first prompt that is longer than one block, no warning is logged."""
         if self._is_settled:
             return
         if prompt_len > self._block_size:
@@ -71,7 +71,7 @@ class PrefixMatch:
 
     Args:
         blocks: All consecutive cached KV blocks from the start of the prompt.
-        skip_tokens: Number of tokens to skip, up to the last boundary inside `blocks` with a cached state.
+        skip_tokens: Number of leading tokens that need no prefill: up to the last usable boundary with a cached state.
     """
 
     blocks: tuple[BlockId, ...]
@@ -80,7 +80,7 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """Settings for admission planning, apart from the request and the pools."""
+    """Engine settings for the planning of admissions and prefill chunks."""
 
     boundaries: BoundaryRule
     align_prefill_chunks: bool
@@ -110,7 +110,7 @@ class PromptView:
 
 
 def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_size: int) -> PrefixMatch:
-    """Return the longest reusable prefix; it ends at the last cached state, even if more KV blocks are cached."""
+    """Return the longest reusable prefix. It ends at a cached state, before the prompt's last token."""
     blocks = tuple(kv.longest_match(prompt.keys))
     usable = blocks[: (prompt.prompt_len - 1) // block_size] if prompt.may_skip else ()
     return PrefixMatch(blocks, slots.deepest(usable) * block_size)
@@ -122,11 +122,11 @@ def plan_admission(
     """Return a plan to admit a request within `budget` tokens, or the reason why it cannot be admitted.
 
     Args:
-        reserved_keys: Keys of the boundaries that other requests have reserved in this step.
+        reserved_keys: Keys of the boundaries at which other requests will cache states in this step.
     """
     block_size = rules.boundaries.block_size
     match = match_prefix(prompt, pools.kv, pools.slots, block_size)
-    # Waiting one step is cheaper than recomputing even one block.
+    # Waiting one step for another request's state is cheaper than recomputing even one block.
     beyond = prompt.keys[match.skip_tokens // block_size : (prompt.prompt_len - 1) // block_size]
     if prompt.may_skip and any(key in reserved_keys for key in beyond):
         return Refusal.WAITS_FOR_PREFIX
@@ -134,9 +134,9 @@ def plan_admission(
     if not has_room(match, 0, pools, block_size):
         if pools.slots.num_reserved or not pools.slots.num_available_to_run:
             return Refusal.NO_SLOT
-        match = PrefixMatch(match.blocks, 0)  # drop the match: a running request has priority over the cached state
+        match = PrefixMatch(match.blocks, 0)  # do not reuse the state: the request needs its slot
     if not has_room(match, num_new_blocks, pools, block_size):
-        match = PrefixMatch(match.blocks, 0)  # the KV blocks may need the memory of that state too
+        match = PrefixMatch(match.blocks, 0)  # do not reuse the state: the KV blocks may need its memory
         if pools.slots.num_live or not has_room(match, num_new_blocks, pools, block_size):
             return Refusal.NO_BLOCKS
     if budget < 1:
@@ -154,13 +154,13 @@ def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_s
 
 
 BRANCH_WINDOW = 32
-"""Number of later requests in the queue that are compared with one."""
+"""Maximum number of queued prompts that are compared with the prompt before them to find branch points."""
 MOST_BRANCH_POINTS = 4
-"""States that one prompt keeps for waiting requests, besides those for itself."""
+"""Maximum number of states that one prompt caches for waiting requests, in addition to its own states."""
 
 
 def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: int) -> tuple[int, ...]:
-    """Return up to `MOST_BRANCH_POINTS` boundaries at which most other prompts diverge, in ascending order."""
+    """Return the `MOST_BRANCH_POINTS` block boundaries, or fewer, at which most other prompts diverge; ascending."""
     num_sharing: Counter[int] = Counter()
     for other in others:
         num_shared = num_common(prompt.keys, other.keys) if other.may_skip else 0
@@ -171,7 +171,7 @@ def branch_points(prompt: PromptView, others: Iterable[PromptView], block_size: 
 
 
 def num_common(keys: Sequence[BlockKey], others: Sequence[BlockKey]) -> int:
-    """Return how many leading blocks two prompts share. Keys are chained, so equal keys imply equal prefixes."""
+    """Return the number of leading blocks that two prompts share. Keys are chained: equal keys imply equal prefixes."""
     low, high = 0, min(len(keys), len(others))
     while low < high:
         middle = (low + high + 1) // 2
@@ -188,8 +188,8 @@ REASONS = ("caching_off", "prompt_log_probs", "short_prompt", "copy_failed", "ne
 def reason_for_no_hit(request: RunningRequest, block_size: int, *, enabled: bool, awaited_copy: bool) -> str | None:
     """Return why a newly admitted request prefills from its first token, one of `REASONS`; None on a hit.
 
-    "copy_failed": the restore from a lower tier failed or was evicted before admission. "new_prefix": the first block
-    is not cached. "no_state": leading blocks are cached, but no state at the end of any of them.
+    "copy_failed": the copy from a lower tier failed, or the copied prefix was evicted before admission. "new_prefix":
+    the first block is not cached. "no_state": leading blocks are cached, but none of them ends in a cached state.
     """
     if request.computed:
         return None

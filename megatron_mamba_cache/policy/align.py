@@ -1,6 +1,6 @@
-"""Find the accepted token of a verify step that reaches a block boundary, and plan its align copy.
+"""Plan the align copy, which saves a request's state when its accepted tokens reach a block boundary.
 
-The GPU makes the same decision from device tensors; this host version is its reference.
+The GPU makes the same plan from device tensors; this version is its reference.
 """
 
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class AlignCopy:
-    """Copy of the state at a block boundary from one of a request's columns.
+    """Plan to copy the state at a block boundary from a column of the draft window to the column of its block.
 
     Args:
         source_column: Column of the draft window that holds the SSM state at the boundary.
         shift: Number of accepted drafts before the boundary, by which the conv window is shifted left.
         destination_column: Index of the request's block that ends at the boundary.
-        moves_bytes: False if the states need not be copied because they are in place.
-        num_accepted_after: Number of accepted tokens that the next step assumes, relative to the state column.
+        moves_bytes: False if the state is already in its destination, so nothing is copied.
+        num_accepted_after: Number of accepted tokens from which the next step computes the column that it starts from.
     """
 
     source_column: int
@@ -31,12 +31,13 @@ def plan_align_copy(
     """Return the align copy for a request after verification; None if the request reached no boundary.
 
     Args:
-        num_computed: Number of tokens before the step.
+        num_computed: Number of tokens computed before the step.
         num_scheduled: Number of input tokens in the step, including drafts.
-        num_accepted: Number of accepted tokens, including the base token; 0 counts as 1.
+        num_accepted: Number of accepted tokens, including the base token (the last input that is not a draft); 0
+            counts as 1.
         state_column: Column that holds the state after the base token.
 
-    The arguments are not checked for consistency.
+    The function does not check that the arguments are consistent.
     """
     accepted = max(num_accepted, 1)
     running = num_computed + num_scheduled - num_draft

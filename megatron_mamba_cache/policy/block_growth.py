@@ -18,7 +18,7 @@ class RequestDemand:
         age: Sequence number of the admission; the smallest is served first, and ties are broken by `index`.
         needs_block: True if the request cannot continue without one more block; always True for paused requests.
         blocks: Blocks that the request holds. A shared block becomes available when its last holder leaves.
-        prefilling: True during prefill, when the request has all its prompt's blocks and is never paused.
+        prefilling: True during prefill. The request then holds all blocks of its prompt and is never paused.
     """
 
     index: int
@@ -42,7 +42,7 @@ class PreemptionPlan:
     Args:
         grants: Requests that get one new block, oldest first. A paused request that gets a block resumes.
         paused: Requests that become paused, oldest first.
-        evicted: Requests to evict, in this order: youngest first.
+        evicted: Requests to evict, youngest first.
     """
 
     grants: tuple[int, ...]
@@ -54,14 +54,14 @@ def plan_preemption(requests: Sequence[RequestDemand], num_available: int, pause
     """Give the available blocks to the oldest requests, pause the rest, and evict the youngest if too many are paused.
 
     Requests are evicted, youngest first, while paused requests hold more than `paused_capacity` blocks in total, or
-    while no request would be active.
+    while all remaining requests would be paused.
 
     Args:
         num_available: Number of blocks available now, including evictable cached blocks.
 
     Raises:
         ValueError: If a request occurs twice or a number of blocks is negative.
-        CacheCapacityError: If a single request remains and there is no block for it.
+        CacheCapacityError: If there is only one request and no block is available for it.
     """
     _check_demands(requests, num_available, paused_capacity)
     waiting = sorted((request for request in requests if request.needs_block), key=attrgetter("age", "index"))
@@ -78,7 +78,7 @@ def plan_preemption(requests: Sequence[RequestDemand], num_available: int, pause
         ):
             return PreemptionPlan(_numbers(grants), _numbers(waiting), _numbers(evicted))
         if len(waiting) == 1 and not has_active:
-            if evicted:  # evicting their states may free memory for blocks
+            if evicted:  # the states of the evicted requests may free memory for blocks
                 return PreemptionPlan((), _numbers(waiting), _numbers(evicted))
             raise _no_room(waiting[0])
         leaving = waiting.pop()
@@ -102,14 +102,14 @@ def _numbers(requests: Sequence[RequestDemand]) -> tuple[int, ...]:
 
 def _no_room(request: RequestDemand) -> CacheCapacityError:
     return CacheCapacityError(
-        f"request {request.index}, the only one, holds {len(request.blocks)} KV blocks, needs 1 more, 0 available; "
-        "raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
+        f"request {request.index} is alone, holds {len(request.blocks)} KV blocks and needs 1 more, but none is "
+        "available; raise --cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GrowthOutcome:
-    """Requests that were paused until a block is available, and requests that were evicted, youngest first."""
+    """Requests that `grow_requests` has paused, oldest first, and requests that it has evicted, youngest first."""
 
     paused: tuple[RunningRequest, ...] = ()
     evicted: tuple[RunningRequest, ...] = ()
@@ -121,7 +121,7 @@ def grow_requests(
     paused_capacity: int,
     release: Callable[[RunningRequest], object] | None = None,
 ) -> GrowthOutcome:
-    """Grow, pause, resume and evict requests after a step.
+    """Allocate the KV blocks that requests need for their next token; pause or evict requests if there are too few.
 
     Args:
         requests: All admitted requests that have not finished.
@@ -129,7 +129,7 @@ def grow_requests(
         release: Function that releases everything an evicted request holds; None uses `cache.release`.
 
     Raises:
-        CacheCapacityError: If a single request cannot continue even with the whole pool.
+        CacheCapacityError: If only one request is left and the whole pool has too few blocks for it.
     """
     needing = [request for request in requests if _needs_block(request, cache.block_size)]
     if len(needing) <= cache.kv.num_available:
@@ -153,7 +153,7 @@ def grow_requests(
 
 
 def resume_requests(requests: Sequence[RunningRequest], cache: PrefixCache) -> None:
-    """Give each paused request the block that it waits for, in order, until no block is available."""
+    """Give each paused request the block that it needs, in order, until no block is available."""
     for request in requests:
         if request.is_paused and cache.kv.num_available:
             cache.grow(request)

@@ -36,19 +36,19 @@ class CacheSalt:
         digest = sha256()
         for field in (self.fingerprint, self.weights_version, str(self.epoch), self.tenant):
             text = field.encode()
-            digest.update(len(text).to_bytes(8, "little"))  # else ("ab", "c") would equal ("a", "bc")
+            digest.update(len(text).to_bytes(8, "little"))  # without lengths, ("ab", "c") would equal ("a", "bc")
             digest.update(text)
         return digest.digest()
 
 
 class KeyChain(Protocol):
-    """Interface for the keys of the complete blocks of a growing token sequence, in order."""
+    """Interface of a growing token sequence; `keys` has one key for each complete block, in order."""
 
     keys: list[BlockKey]
     num_tokens: int
 
     def extend(self, tokens: TokenIds) -> None:
-        """Append tokens."""
+        """Append tokens, and add the keys of the blocks that become complete."""
 
 
 class BlockKeyChain:
@@ -70,9 +70,9 @@ class BlockKeyChain:
         self._block_bytes = block_size * _TOKEN_BYTES
         self._tail = bytearray()
         self.num_tokens = 0
-        """Tokens so far, including those of the incomplete last block."""
+        """Number of tokens, including those of the incomplete last block."""
         self.keys: list[BlockKey] = []
-        """The keys so far, first block first; callers do not change the list."""
+        """Keys of the complete blocks, in order; callers must not change the list."""
 
     def extend(self, tokens: TokenIds) -> None:
         """Append tokens and hash the blocks that become complete; raise `ValueError` if a token id exceeds 32 bits."""

@@ -30,7 +30,7 @@ class BlockTree:
         return self._block_of.get(key)
 
     def longest_match(self, keys: Sequence[BlockKey]) -> list[BlockId]:
-        """Return the blocks of the longest run of leading keys that are registered."""
+        """Return the blocks of the leading keys, up to the first key without a registered block."""
         find = self._block_of.get
         matched = []
         for key in keys:
@@ -41,7 +41,7 @@ class BlockTree:
         return matched
 
     def key_of(self, block: BlockId) -> BlockKey | None:
-        """Return the key of a registered block."""
+        """Return the key of a block; None if the block is unregistered."""
         return self._keys[block] or None
 
     def parent_of(self, block: BlockId) -> BlockId | None:
@@ -61,10 +61,10 @@ class BlockTree:
         return not self._num_children[block]
 
     def tail(self, block: BlockId, refs: Sequence[int], states: Container[BlockId]) -> list[BlockId]:
-        """Return a block and its ancestors, ending before the first that has another child, a reference or a state.
+        """Return a block and its ancestors, stopping before the first that has another child, a reference or a state.
 
         Args:
-            block: First block of the tail; the tail of an unregistered block is empty.
+            block: First block of the result. If it is unregistered or has a child, the result is empty.
             refs: Reference count of each block.
             states: Blocks that have a state.
         """
@@ -78,7 +78,7 @@ class BlockTree:
         return tail
 
     def unregistered(self, blocks: Sequence[BlockId], refs: Sequence[int]) -> list[BlockId]:
-        """Return the blocks that have neither a key nor a reference."""
+        """Return those of `blocks` that have neither a key nor a reference."""
         depths, found = self._depths, []
         for block in blocks:
             if not depths[block] and not refs[block]:
@@ -86,7 +86,7 @@ class BlockTree:
         return found
 
     def leaves(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Return the blocks that are registered and have no registered child."""
+        """Return those of `blocks` that are registered and have no registered child."""
         depths, num_children, found = self._depths, self._num_children, []
         for block in blocks:
             if depths[block] and not num_children[block]:
@@ -98,7 +98,7 @@ class BlockTree:
         return sorted(self._block_of.values())
 
     def require_addable(self, block: BlockId, key: BlockKey, parent: BlockId | None) -> None:
-        """Raise an error if the key is not positive, the block has another key, or the key has another parent."""
+        """Raise an error unless the key is positive, the block has no other key, and the key has no other parent."""
         if key <= 0:
             raise ValueError(f"the key of block {block} must be positive, found {key}")
         if block in self and self._keys[block] != key:
@@ -132,14 +132,14 @@ class BlockTree:
         return parent
 
     def clear(self) -> None:
-        """Forget every block."""
+        """Unregister every block."""
         for block in self._block_of.values():
             self._keys[block] = _UNREGISTERED
             self._num_children[block] = self._depths[block] = 0
         self._block_of.clear()
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless the maps are inverse and parents and child counts agree."""
+        """Raise `CacheIntegrityError` unless keys, parents, depths and child counts of the blocks are consistent."""
         forward = {block: key for key, block in self._block_of.items()}
         backward = {BlockId(block): key for block, key in enumerate(self._keys) if key}
         registered = {BlockId(block): self._keys[block] for block, depth in enumerate(self._depths) if depth}
@@ -159,4 +159,6 @@ class BlockTree:
                 if parent not in self:
                     raise CacheIntegrityError(f"parent {parent} of registered block {block} is not registered")
         if num_children != self._num_children:
-            raise CacheIntegrityError(f"the blocks have {num_children} children, but {self._num_children} are counted")
+            raise CacheIntegrityError(
+                f"the child counts of the blocks are {self._num_children}, but must be {num_children}"
+            )

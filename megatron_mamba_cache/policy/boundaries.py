@@ -13,7 +13,7 @@ class BoundaryRule:
 
     Args:
         block_size: Number of tokens per KV block; every boundary is a multiple of it.
-        stride: Distance in blocks between additional boundaries; None for none.
+        stride: Distance in blocks between additional boundaries; None for no additional boundaries.
     """
 
     block_size: int
@@ -29,11 +29,11 @@ class BoundaryRule:
 def select_boundaries(
     rule: BoundaryRule, *, prompt_len: int, start: int, end: int, kv_match_end: int, branches: Sequence[int] = ()
 ) -> tuple[int, ...]:
-    """Return the boundaries within the prefill chunk [start, end) at which to cache a state, in ascending order.
+    """Return the boundaries at which the prefill chunk from `start` to `end` caches a state, in ascending order.
 
     Args:
-        kv_match_end: Position at which the prompt's run of cached KV blocks ends; 0 without cached blocks.
-        branches: Boundaries at which other texts diverge from the prompt.
+        kv_match_end: End position of the prompt's leading cached KV blocks; 0 if there are none.
+        branches: Boundaries at which other prompts diverge from this prompt.
 
     Raises:
         ValueError: If the positions are out of order, or `kv_match_end` is not a boundary.

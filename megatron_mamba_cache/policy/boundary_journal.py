@@ -1,4 +1,4 @@
-"""Journal of the boundaries that prompts can start from, which the router between replicas reads."""
+"""Record which boundaries prompts can resume from, for the router between replicas."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from .identifiers import BlockId, BlockKey
 
 
 class CachedTexts(Protocol):
-    """Interface of the KV blocks, which can be reused only together with a state, for the slot pool."""
+    """Interface of the KV block pool that the slot pool uses: KV can be reused only together with a state."""
 
     def is_end(self, block: BlockId) -> bool:
         """Return whether no block is cached after this one."""
 
     def prune(self, block: BlockId) -> int:
-        """Free the block and each ancestor that no state or request needs; return how many became free."""
+        """Free the block and each ancestor that no state or request needs; return the number of freed blocks."""
 
 
 class NoTexts:
@@ -31,18 +31,18 @@ class StateSaver:
     """Saves states to a lower tier before they are evicted. This base class saves nothing."""
 
     def saves(self, block: BlockId) -> bool:
-        """Start saving the state to be evicted next; return whether to evict other states before it.
+        """Start to save the block's state, which would be evicted next; return True to evict other states first.
 
-        After True, it is not called again for this block until `SlotPool.stop_saving`. If the block is chosen for
-        eviction again before that, its state is evicted without being saved.
+        After True, the pool does not call it again for this block until `SlotPool.stop_saving`. If the state is chosen
+        for eviction again before that, it is evicted without waiting for the save.
         """
         return False
 
     def dropped(self, block: BlockId) -> None:
-        """Note that the block's state is gone."""
+        """Record that the block's state is no longer cached."""
 
     def flushed(self) -> None:
-        """Note that all states are gone."""
+        """Record that all states have been dropped."""
 
 
 class StateObserver:
@@ -52,21 +52,21 @@ class StateObserver:
     """
 
     def published(self, block: BlockId) -> None:
-        """Handle the publication of the state at the end of the block."""
+        """Record that a state has been cached at the end of the block."""
 
     def dropped(self, block: BlockId) -> None:
-        """Note that the block's state is gone."""
+        """Record that the block's state is no longer cached."""
 
     def flushed(self) -> None:
-        """Note that all states are gone."""
+        """Record that all states have been dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundaryChanges:
-    """Net changes of the resumable boundaries, as keys of the blocks that end there; all keys have one salt.
+    """Net changes of the set of resumable boundaries, each named by the key of the block that ends there.
 
     Args:
-        were_flushed: True if all boundaries reported earlier are gone; `dropped` is then empty.
+        were_flushed: True if all boundaries reported earlier have been dropped; `dropped` is then empty.
     """
 
     published: tuple[BlockKey, ...] = ()
@@ -78,10 +78,11 @@ class BoundaryChanges:
 
 
 class BoundaryJournal(StateObserver):
-    """Collects a slot pool's changes until they are taken; a boundary added and dropped meanwhile is omitted.
+    """Collects the changes of a slot pool's boundaries until `take` is called.
 
-    Prompts can resume exactly at blocks with a state, because a block is never evicted before its children. The journal
-    holds one entry per state in the pool, and one per dropped boundary that is not reported yet.
+    A boundary that was added and dropped between two calls is not reported. The ancestors of a cached block are also
+    cached, so prompts can resume at each block with a state. The journal holds one entry for each state in the pool,
+    and one for each dropped boundary that has not been reported.
     """
 
     def __init__(self) -> None:
@@ -106,7 +107,7 @@ class BoundaryJournal(StateObserver):
         self._were_flushed = True
 
     def take(self, key_of: Callable[[BlockId], BlockKey | None]) -> BoundaryChanges:
-        """Return and clear the changes since the last call; `key_of` returns a block's current key."""
+        """Return and clear the changes since the last call; `key_of` returns a block's current key, or None."""
         published = []
         for block in self._new:
             key = key_of(block)

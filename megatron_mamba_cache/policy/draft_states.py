@@ -1,7 +1,7 @@
 """Storage policies for the states after a request's drafts: slots of the shared pool, or a buffer per request.
 
-The setting `draft_states` selects the policy. `WindowStates` goes with `recurrences.window`, which works for every
-recurrence. `ReplayStates` goes with a recurrence's own replay of draft inputs.
+The setting `draft_states` selects the policy. `WindowStates` is used with `recurrences.window`, which works for every
+recurrence. `ReplayStates` is used with recurrences that can replay the inputs of drafts.
 """
 
 from abc import ABC, abstractmethod
@@ -19,7 +19,7 @@ class DraftStates(ABC):
 
     @abstractmethod
     def begin(self, live_slot: SlotId) -> StateCursor:
-        """Return the cursor of an admitted request; raise `CacheIntegrityError` if there is no room for it."""
+        """Return a cursor for an admitted request; raise `CacheIntegrityError` if no draft buffer is free for it."""
 
     def most_drafts(self, computed: int, limit: int) -> int:
         """Return the maximum number of drafts, up to `limit`, after the token at position `computed`."""
@@ -30,17 +30,17 @@ class DraftStates(ABC):
         return num_drafts
 
     def accept(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Advance to the state after the last step's first `num_tokens` tokens; release unneeded storage."""
+        """Make the state after the last step's first `num_tokens` tokens the live state; release unneeded storage."""
         cursor.accept(num_tokens)
         self.trim(cursor)
 
     @abstractmethod
     def trim(self, cursor: StateCursor) -> None:
-        """Release draft storage that no step has used."""
+        """Release draft storage that the next step does not read."""
 
     @abstractmethod
     def close(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Release all draft storage. The live slot must hold the state after all `num_tokens` computed tokens."""
+        """Release the draft slots: the live slot now holds the state after all `num_tokens` computed tokens."""
 
     @abstractmethod
     def end(self, cursor: StateCursor) -> None:
@@ -48,7 +48,7 @@ class DraftStates(ABC):
 
     @abstractmethod
     def check_integrity(self, cursors: Sequence[StateCursor]) -> None:
-        """Raise `CacheIntegrityError` unless the cursors agree with the free slots or buffers."""
+        """Raise `CacheIntegrityError` unless each draft slot or buffer is either free or held by one cursor."""
 
 
 class WindowStates(DraftStates):
@@ -64,7 +64,7 @@ class WindowStates(DraftStates):
     def __init__(self, slots: SlotPool, max_requests: int, *, keeps_checkpoints: bool = True) -> None:
         self._slots = slots
         self._max_requests = max_requests
-        self._num_checkpoints = int(keeps_checkpoints and slots.shares_slots)  # of each request
+        self._num_checkpoints = int(keeps_checkpoints and slots.shares_slots)  # number per request
 
     def begin(self, live_slot: SlotId) -> StateCursor:
         return StateCursor(live_slot)
@@ -81,7 +81,7 @@ class WindowStates(DraftStates):
         return min(num_drafts, len(cursor.draft_slots))
 
     def trim(self, cursor: StateCursor) -> None:
-        """Release the columns after the accepted column, from which the next step reads."""
+        """Release the columns after the accepted column; the next step reads the accepted column."""
         while len(cursor.draft_slots) >= cursor.accepted:
             self._slots.release_draft(cursor.draft_slots[-1])
             cursor.remove_last_slot()
@@ -97,11 +97,12 @@ class WindowStates(DraftStates):
 
 
 class ReplayStates(DraftStates):
-    """`DraftStates` that store token inputs, from which states are replayed, in one buffer per request.
+    """`DraftStates` that keep the newest tokens' inputs in one buffer per request, and recompute states from them.
 
     Args:
         max_requests: Maximum number of running requests; also the number of buffers.
-        rounding_len: Number of positions between two conversions of a state to its 16-bit dtype; None for fp32 states.
+        rounding_len: Number of token positions between two conversions of a state to its 16-bit dtype; None for fp32
+            states.
     """
 
     def __init__(self, max_requests: int, rounding_len: int | None = None) -> None:
@@ -115,10 +116,10 @@ class ReplayStates(DraftStates):
         return StateCursor(live_slot, self._free.pop())
 
     def most_drafts(self, computed: int, limit: int) -> int:
-        """Limit drafts to the positions before the next conversion of the state to its 16-bit dtype.
+        """Return the number of drafts, up to `limit`, before the next conversion of the state to its 16-bit dtype.
 
-        A step converts a state only before its first token. Drafts past the next conversion would read the fp32 state,
-        so that their results would depend on the number of drafts.
+        A step converts a state only before its first token. Drafts past the next conversion position would read the
+        fp32 state, and the results would depend on the number of drafts.
         """
         if self._rounding_len is None:
             return limit
@@ -139,15 +140,16 @@ class ReplayStates(DraftStates):
         held = [cursor.draft_buffer for cursor in cursors]
         if Counter([*held, *self._free]) != Counter(range(self._num_buffers)):
             raise CacheIntegrityError(
-                f"draft buffers {held} are held and {self._free} are free, but there are {self._num_buffers}"
+                f"each of the {self._num_buffers} draft buffers must be held once or free, found {held} held and "
+                f"{self._free} free"
             )
 
 
 def num_folded(request: RunningRequest, fold_len: int) -> int:
-    """Return the number of tokens folded into the state in the live slot, for a request with a draft buffer.
+    """Return how many tokens the state in the live slot includes, for a request with a draft buffer.
 
-    After prefill, the live slot holds the prompt's state. Each later step adds the buffered tokens to that state up to
-    the last multiple of `fold_len`.
+    After prefill, the live slot holds the prompt's state. Each later step adds to that state the buffered tokens up to
+    the last position that is a multiple of `fold_len`.
     """
     cursor = request.cursor
     start_of_last_step = request.computed - cursor.accepted

@@ -1,4 +1,4 @@
-"""Eviction order of cached states, by a priority that falls with age."""
+"""Order in which cached states are evicted, by a priority that decreases with age."""
 
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -10,20 +10,20 @@ from ..errors import CacheIntegrityError
 from .identifiers import BlockId
 
 FULL_PRIORITY_AGE = 12
-"""Request starts and ends after which a state still has about its full priority."""
+"""Age, in request starts and ends, at which the priority of a state is half of its initial priority."""
 _STALE_ALLOWANCE = 64
 _HALF_AN_OCTAVE = 2**-0.5
 
 
 class CachedEntry(NamedTuple):
-    """Facts from which a cached state's weight is computed. A named tuple, because it is created often.
+    """Properties of a cached state from which its weight is computed. A named tuple, which is fast to create.
 
     Args:
-        num_tokens: Number of tokens from the start of the text to the end of the entry.
+        num_tokens: Number of tokens from the start of the text to the state.
         lost_tokens: Number of tokens after the previous state, which must be recomputed if this state is evicted.
         num_branch_hits: Number of requests that started from this state and diverged from the cached text after it.
         num_continuations: Number of texts that are known to continue directly after this state.
-        is_end: True if no cached text follows, so the KV blocks of its lost tokens are freed with it.
+        is_end: True if no block is cached after this state; the KV blocks of `lost_tokens` are then freed with it.
         ends_prompt: True if this is the last state of the newest prompt of its text.
     """
 
@@ -36,12 +36,12 @@ class CachedEntry(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """Priority of an entry without the effect of its age.
+    """Factors of a cached state's priority that do not depend on its age.
 
     Args:
-        kind: Group of entries that are assumed to be hit with the same likelihood.
-        gain: Cost that a hit saves, on any scale; at least 0.
-        is_held: True if the entry counts as just used and certain to be hit.
+        kind: Group of states that are assumed to have the same likelihood of a hit.
+        gain: Cost that a hit saves, in arbitrary units; at least 0.
+        is_held: True if the state counts as just used and certain to be hit.
     """
 
     kind: int = 0
@@ -50,17 +50,17 @@ class Weight(NamedTuple):
 
 
 _Item = tuple[float, int, BlockId, int, float, bool]
-"""Last use, minus the entry's tokens (of states used at the same time, the deepest goes first), id, and its weight."""
+"""Last use, negative number of tokens (the deepest of the states used last at one time is first), id, weight."""
 _NO_ITEM: _Item = (0, 0, BlockId(-1), 0, 0.0, False)
 
 
 class _Class:
-    """Queue of items with one kind, similar gains and equal `is_held`; the least recently used item is first.
+    """Queue of items of the same kind with similar gains and equal `is_held`; the least recently used item is first.
 
-    Nearly all items are pushed in order of their last use and stored in a run. A heap stores the other items.
+    Nearly all items are pushed in order of their last use; these are in the deque `run`. The others are in a heap.
 
     Attributes:
-        first: First item, which may be stale; invalid if the queue is empty.
+        first: First item, which may have been replaced or discarded (stale); invalid if the queue is empty.
     """
 
     __slots__ = ("first", "late", "run")
@@ -71,7 +71,7 @@ class _Class:
         self.late: list[_Item] = []  # a heap
 
     def push(self, item: _Item, replaced: _Item) -> bool:
-        """Add an item; return whether the replaced item was the newest and has been removed."""
+        """Add an item. If `replaced` is the last item of `run`, remove it and return True; otherwise return False."""
         run = self.run
         has_left = bool(run) and run[-1] is replaced
         if has_left:
@@ -105,15 +105,15 @@ class _Class:
 
 
 class EvictionOrder:
-    """Ids ordered by priority, lowest first.
+    """Priority queue of the ids of evictable states; the id with the lowest priority is first.
 
     The priority is likelihood x gain / (age + `FULL_PRIORITY_AGE`), where the likelihood depends on the kind. Held ids
-    count as just used and certain to be hit. Among ids with equal kind and gain, the least recently used has the lowest
-    priority, so only the heads of queues are compared. There is one queue for each kind, each class of gains (equal
-    within a factor of 2 ** .5) and each value of `is_held`.
+    count as just used and certain to be hit. There is one queue for each kind, each class of gains (equal within a
+    factor of 2 ** .5) and each value of `is_held`. Only the first items of the queues, the least recently used, are
+    compared.
 
-        Replaced and discarded items stay in the queues until they reach a head or outnumber the live items. An
-    operation takes O(log n + queues) on average, and O(queues) for items in the order of their last use.
+    Replaced and discarded items stay in the queues until they are first or outnumber the live items. An operation takes
+    O(log n + queues) on average, and O(queues) for items in the order of their last use.
     """
 
     def __init__(self) -> None:
@@ -153,7 +153,7 @@ class EvictionOrder:
             num_tokens: Tie-breaker: among ids with the same last use, the id with the most tokens is evicted first.
 
         Raises:
-            ValueError: If the gain is not a number of at least 0.
+            ValueError: If the gain is negative or NaN.
         """
         if not weight[1] >= 0:
             raise ValueError(f"the gain must be at least 0, found {weight} for id {entry_id}")
@@ -189,7 +189,7 @@ class EvictionOrder:
         return True
 
     def first(self, now: float, likelihood: Callable[[int], float], kinds: Container[int] | None = None) -> BlockId:
-        """Return the id to evict first.
+        """Return the id with the lowest priority at logical time `now`, which is evicted first.
 
         Args:
             likelihood: Function that returns the likelihood of a hit for a kind, at most 1.
@@ -242,6 +242,6 @@ class EvictionOrder:
 
 
 def _class_of(gain: float, is_held: bool) -> tuple[int, bool]:
-    """Return the key of a queue within its kind: the class of the gain, and `is_held`."""
+    """Return the key of the queue for a gain: the class of the gain, and `is_held`."""
     fraction, exponent = frexp(gain)
     return 2 * exponent + (fraction >= _HALF_AN_OCTAVE), is_held

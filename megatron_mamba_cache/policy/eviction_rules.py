@@ -1,9 +1,9 @@
 """Eviction rules: evict the least recently used state, or the state expected to save the least per byte.
 
-The rule "cost" computes the tokens to recompute per freed byte, times the likelihood of a hit, divided by the age: in
-recorded sessions, the rate of hits falls as 1 / age. Evicting a text's last state also frees the KV before it; evicting
-an earlier state frees the state only. The likelihood of a hit depends on the workload, so it is estimated as the share
-of states of the same kind that were hit.
+The rule "cost" ranks states by the tokens to recompute per freed byte, times the likelihood of a hit, divided by the
+age: in recorded sessions, the rate of hits was proportional to 1 / age. Evicting a text's last state also frees the KV
+before it; evicting an earlier state frees only the state. The likelihood of a hit depends on the workload, so it is
+estimated as the share of states of the same kind that were hit.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,17 +15,17 @@ from .identifiers import BlockId
 
 
 class HeldStates:
-    """States with raised priority until an expiry time, identified by the KV block at which each state ends."""
+    """Set of states with raised priority until an expiry time; each is identified by the KV block before it."""
 
     def __init__(self) -> None:
         self._now = 0
         self.until: dict[BlockId, int] = {}
-        """When each held state is held no longer; changed here only."""
-        self._ends: list[tuple[int, BlockId]] = []  # heap by time; an entry is checked at its time
-        self._next_look: dict[BlockId, int] = {}  # earliest time of each block in the heap
+        """Expiry time of each held state; changed only by this class."""
+        self._ends: list[tuple[int, BlockId]] = []  # heap of times at which to check if a hold has expired
+        self._next_look: dict[BlockId, int] = {}  # time of the earliest check of each block
 
     def hold(self, block: BlockId, until: int) -> bool:
-        """Hold a state until a time, or longer if it already is; return True if it was not held before."""
+        """Hold a state at least until a time; return True if it was not held before. Ignore a time in the past."""
         if until <= self._now:
             return False
         was_held = block in self.until
@@ -68,7 +68,7 @@ class HeldStates:
 
 _MOST_BRANCH_HITS = 3
 ENDS = range(_MOST_BRANCH_HITS + 1)
-"""Kinds of states that are the last of their text, in every rule: by the requests that parted there from more text."""
+"""Kinds of states after which no block is cached, by the number of branch hits; the same for every rule."""
 _INSIDE, _PROMPT_END, _BRANCH = ENDS.stop, ENDS.stop + 1, ENDS.stop + 2
 _PRIORS = (0.5, 0.7, 0.9, 1.0, 0.03, 0.1, *([0.3] * (_MOST_BRANCH_HITS + 1)))
 _END, _INNER = Weight(ENDS[0]), Weight(_INSIDE)
@@ -77,13 +77,13 @@ _MOST_COUNTED = 1024
 
 
 class EvictionRule(Protocol):
-    """Interface that computes weights for cached states. The same calls give the same weights on every rank."""
+    """Interface of rules that compute the weights of cached states. Equal calls give equal weights on every rank."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
-        """Return the priority of a state without the effect of its age."""
+        """Return the factors of a state's priority that do not depend on its age."""
 
     def likelihood(self, kind: int) -> float:
-        """Return the likelihood that states of a kind are hit, at most 1; held states count as 1."""
+        """Return the likelihood of a hit for states of a kind, between 0 and 1; ignored for held states."""
 
     def count_state(self, kind: int) -> None:
         """Count a new state of this kind, or a state that has changed to this kind."""
@@ -105,10 +105,10 @@ class LeastRecentlyUsed:
         return 1.0
 
     def count_state(self, kind: int) -> None:
-        """Do nothing."""
+        """Do nothing, because this rule needs no counts."""
 
     def count_hit(self, kind: int) -> None:
-        """Do nothing."""
+        """Do nothing, because this rule needs no counts."""
 
 
 class RecomputeCost:
@@ -129,7 +129,7 @@ class RecomputeCost:
         return Weight(kind, entry.lost_tokens / max(num_kept, 1.0))
 
     def likelihood(self, kind: int) -> float:
-        """Return the share of hits among about the last thousand states of a kind."""
+        """Return the estimated share of hits among about the last thousand states of a kind."""
         known = self._num_hits[kind] + _PRIOR_STATES * _PRIORS[kind]
         return known / (self._num_states[kind] + _PRIOR_STATES)
 
@@ -144,7 +144,7 @@ class RecomputeCost:
 
 
 EVICTION_RULES: Mapping[str, Callable[[float], EvictionRule]] = {"lru": LeastRecentlyUsed, "cost": RecomputeCost}
-"""By name, what makes a rule of the tokens whose KV takes as many bytes as a state."""
+"""Rule classes by name; the argument is `state_len`, as in `RecomputeCost`."""
 
 
 def _kind_of(entry: CachedEntry) -> int:

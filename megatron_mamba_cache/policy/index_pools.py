@@ -7,10 +7,10 @@ from ..errors import CacheIntegrityError
 
 
 class IndexPool(Protocol):
-    """Pool of KV-block or state-slot indices. A taken index is fixed (not evictable) until `unfix`."""
+    """Interface of a pool of KV-block or state-slot indices. A taken index is fixed (not evictable) until `unfix`."""
 
     num_indices: int
-    """Indices are below this."""
+    """Number of indices, which are 0 to `num_indices` - 1."""
     is_shared: bool
     """True if memory freed by the other pool can be used by this one."""
     num_free: int
@@ -58,7 +58,7 @@ class CacheSpace(Protocol):
 
 
 class FixedIndexPool:
-    """`IndexPool` with separate memory, which the other pool cannot take."""
+    """`IndexPool` with memory of its own, which no other pool can use."""
 
     is_shared = False
 
@@ -85,11 +85,11 @@ class FixedIndexPool:
         self._free.append(index)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless free indices are distinct and the counts are consistent. O(n)."""
+        """Raise `CacheIntegrityError` unless the free indices are distinct and the counts are consistent. O(n)."""
         num_free = len(self._free)
         is_ordered = num_free == self.num_free <= self.num_available <= self.num_indices
         if len(set(self._free)) != num_free or not is_ordered:
             raise CacheIntegrityError(
-                f"of {self.num_indices} indices, {sorted(self._free)} are free, but {self.num_free} free and "
-                f"{self.num_available} available indices are counted"
+                f"the pool counts {self.num_free} free and {self.num_available} available of {self.num_indices} "
+                f"indices, but its free indices are {sorted(self._free)}"
             )

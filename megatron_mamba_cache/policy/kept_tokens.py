@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class KeptTokens(NamedTuple):
-    """Tokens that a request keeps after a step (none during prefill), and whether they end the request."""
+    """Tokens that a request keeps after a step; none in mid-prefill. `ends` is True if they end the request."""
 
     tokens: tuple[int, ...] = ()
     ends: bool = False
@@ -26,5 +26,5 @@ class StepTokens:
 
     @staticmethod
     def of(kept: Sequence[KeptTokens]) -> "StepTokens":
-        """Collect the tokens that each request keeps."""
+        """Convert the kept tokens of each request, listed in the order of the requests."""
         return StepTokens([new.tokens for new in kept], [index for index, new in enumerate(kept) if new.ends])

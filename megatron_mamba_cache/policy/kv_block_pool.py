@@ -23,7 +23,7 @@ class KVBlockPool:
         block_size: Number of tokens per block.
 
     Raises:
-        ValueError: If a size is out of range.
+        ValueError: If `indices` is negative or `block_size` is below 1.
     """
 
     def __init__(self, indices: IndexPool | int, states: SlotPool, *, block_size: int = 1) -> None:
@@ -39,9 +39,9 @@ class KVBlockPool:
         self._tree = BlockTree(self._indices.num_indices)
         self.num_blocks = self._indices.num_indices
         self.num_referenced = 0
-        """Blocks with references."""
+        """Number of blocks with references."""
         self.num_cached = 0
-        """Registered blocks without references."""
+        """Number of registered blocks without references."""
         tree = self._tree
         self.find, self.longest_match, self.key_of, self.depth = tree.find, tree.longest_match, tree.key_of, tree.depth
         self.parent_of, self.num_children, self.is_end = tree.parent_of, tree.num_children, tree.is_leaf
@@ -58,7 +58,7 @@ class KVBlockPool:
         return self._indices.num_available
 
     def count_by_kind(self) -> dict[str, int]:
-        """Return the number of blocks that are free, cached and in use, keyed by these names."""
+        """Return the number of blocks of each kind, keyed by "free", "cached" and "in_use"."""
         return {"free": self.num_free, "cached": self.num_cached, "in_use": self.num_referenced}
 
     def num_refs(self, block: BlockId) -> int:
@@ -66,7 +66,7 @@ class KVBlockPool:
         return self._refs[block]
 
     def unreferenced(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Return the blocks without a reference out of `blocks`, which are distinct and cached."""
+        """Return those of `blocks` that have no reference; `blocks` must be distinct and registered."""
         return [block for block in blocks if not self._refs[block]]
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
@@ -126,7 +126,8 @@ class KVBlockPool:
 
         Raises:
             ValueError: If the key is not positive.
-            CacheIntegrityError: If the block is not held or has another key, or `parent` is wrong.
+            CacheIntegrityError: If the block is not held or has another key, or `parent` is not held, not registered or
+                not the key's parent.
         """
         self._require_registrable(block, key, parent)
         known = self._tree.find(key)
@@ -149,7 +150,7 @@ class KVBlockPool:
                 self._indices.release(block)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError, naming the failed equation, unless all invariants of the pool hold. O(n)."""
+        """Raise `CacheIntegrityError` with the violated invariant unless all invariants of the pool hold. O(n)."""
         self._tree.check_integrity()
         self._check_counts()
         self._check_references()
@@ -178,7 +179,7 @@ class KVBlockPool:
         self._indices.fix(*unreferenced)
 
     def _drop_references(self, blocks: Sequence[BlockId]) -> list[BlockId]:
-        """Drop one reference on each block; return the blocks left without any. Change nothing if a block has none."""
+        """Drop one reference on each block; return the blocks that now have none. Change nothing on an error."""
         refs = self._refs
         emptied = []
         for index, block in enumerate(blocks):
@@ -192,7 +193,7 @@ class KVBlockPool:
         return emptied
 
     def _file_all(self, emptied: Sequence[BlockId]) -> None:
-        """Count blocks without references as cached, and free those that no state can use."""
+        """Mark blocks without references as cached, and free those that no state can use."""
         unregistered = self._tree.unregistered(emptied, self._refs)
         self.num_referenced -= len(emptied)
         self.num_cached += len(emptied) - len(unregistered)
@@ -236,4 +237,4 @@ class KVBlockPool:
                     f"block {block} has {self._refs[block]} references, but its parent {parent} has none"
                 )
             if not self._refs[block] and self.is_end(block) and block not in self._slot_by_block:
-                raise CacheIntegrityError(f"block {block} is cached, but nothing after it has a state")
+                raise CacheIntegrityError(f"block {block} is cached, but no state depends on it")

@@ -11,7 +11,7 @@ _LARGEST = 1e4
 
 @dataclass(frozen=True, slots=True)
 class LogitsSettings:
-    """Changes to the logits at every position, applied in this order. They depend only on the text so far.
+    """Changes to the logits before each token is sampled, applied in the order of the fields.
 
     Args:
         logit_bias: Value to add to the logit of each of these token ids.
@@ -34,32 +34,41 @@ class LogitsSettings:
 
     @property
     def depends_on_text(self) -> bool:
-        """True if earlier tokens change the logits."""
+        """True if the changes depend on earlier tokens."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     def problem(self, vocab_size: int) -> str | None:
-        """Return a message with an invalid setting, its value and the allowed range; None if all are valid."""
+        """Return an error message with an invalid setting, its value and the allowed range; None if all are valid."""
         outside = next((token for token, _ in self.logit_bias if not 0 <= token < vocab_size), None)
         if outside is not None:
-            return f"logit_bias has token {outside}, outside the vocabulary of {vocab_size}"
+            return f"logit_bias has token {outside}, outside the vocabulary of {vocab_size} tokens"
         if len(self.logit_bias) > _MOST_BIASED or not all(_is_moderate(bias) for _, bias in self.logit_bias):
-            return f"logit_bias must have at most {_MOST_BIASED} tokens and finite values up to {_LARGEST:g}"
+            return f"logit_bias must have at most {_MOST_BIASED} tokens, and finite values of at most {_LARGEST:g}"
         for name in ("frequency_penalty", "presence_penalty"):
             if not _is_moderate(getattr(self, name)):
-                return f"{name} is {getattr(self, name)}; it must be finite, and {_LARGEST:g} at most"
+                return f"{name} is {getattr(self, name)}; it must be between {-_LARGEST:g} and {_LARGEST:g}"
         if not 1 / _LARGEST <= self.repetition_penalty <= _LARGEST:
-            return f"repetition_penalty is {self.repetition_penalty}; it must be from {1 / _LARGEST:g} to {_LARGEST:g}"
+            return (
+                f"repetition_penalty is {self.repetition_penalty}; it must be between {1 / _LARGEST:g} and {_LARGEST:g}"
+            )
         if not 0 <= self.min_p <= 1 or self.min_tokens < 0:
-            return f"min_p={self.min_p}, min_tokens={self.min_tokens}; needed are min_p from 0 to 1, min_tokens >= 0"
+            return (
+                "min_p must be between 0 and 1 and min_tokens at least 0, found "
+                f"min_p={self.min_p}, min_tokens={self.min_tokens}"
+            )
         return None
 
 
 PLAIN_LOGITS = LogitsSettings()
-"""Of a request that changes nothing."""
+"""Settings that leave the logits unchanged."""
 
 
 def logits_settings_of(found: Any) -> LogitsSettings:
-    """Return the settings in a plain mapping; `PLAIN_LOGITS` if it is empty. Raise `ValueError` if it is invalid."""
+    """Return the settings that a mapping of field names to values contains; `PLAIN_LOGITS` if they change nothing.
+
+    Raises:
+        ValueError: If a key is unknown or a value has the wrong type.
+    """
     if not found:
         return PLAIN_LOGITS
     names = {field.name for field in fields(LogitsSettings)}
@@ -74,7 +83,7 @@ def logits_settings_of(found: Any) -> LogitsSettings:
             **{name: float(found[name]) for name in names - {"logit_bias", "min_tokens"} if name in found},
         )
     except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"the logits settings are {found!r:.200}: {error}") from error
+        raise ValueError(f"the logits settings are {found!r:.200}, which are invalid: {error}") from error
     return PLAIN_LOGITS if settings == PLAIN_LOGITS else settings
 
 

@@ -26,7 +26,7 @@ class CachePools:
     def over(
         space: CacheSpace, rule: EvictionRule, *, block_size: int, running: FixedIndexPool | None = None
     ) -> "CachePools":
-        """Return empty, connected pools: to make room in either pool, the state of lowest priority is evicted.
+        """Return empty pools over `space`. To make room in either pool, the state of lowest priority is evicted.
 
         Args:
             running: Index pool for live and draft states if these have separate memory; None otherwise.
@@ -43,7 +43,7 @@ class CachePools:
         kept_blocks: Sequence[BlockId] = (),
         kept_slots: Sequence[SlotId] = (),
     ) -> bool:
-        """Return whether a live state, blocks and cached states can be allocated together; see `CacheSpace.fits`."""
+        """Return whether a live state, the blocks and the cached states can all be allocated; see `CacheSpace.fits`."""
         slots = self.slots
         if slots.shares_slots:
             return self.space.fits(num_blocks, num_cached + 1, kept_blocks, kept_slots)
@@ -59,8 +59,8 @@ def check_requests_and_pools(
     """Raise `CacheIntegrityError` with the mismatch unless the pools are consistent and agree with the requests.
 
     Args:
-        held: Blocks on which something other than a request, such as a copy, holds a reference.
-        expected: Number of slots that something other than a request has reserved.
+        held: For each block, the number of references held by something other than a request, such as a copy.
+        expected: Slots reserved by something other than a request, such as a copy.
     """
     kv, slots = pools.kv, pools.slots
     pools.space.check_integrity()
@@ -79,10 +79,12 @@ def _check_blocks(requests: Sequence[RunningRequest], kv: KVBlockPool, held: Map
     for block, count in refs.items():
         if kv.num_refs(block) != count:
             raise CacheIntegrityError(
-                f"block {block} has {kv.num_refs(block)} references, but {count} requests hold it"
+                f"block {block} has {kv.num_refs(block)} references, but requests and copies hold {count}"
             )
     if kv.num_referenced != len(refs):
-        raise CacheIntegrityError(f"{kv.num_referenced} blocks are referenced, but requests hold {len(refs)}")
+        raise CacheIntegrityError(
+            f"{kv.num_referenced} blocks are referenced, but requests and copies hold {len(refs)}"
+        )
 
 
 def _check_slots(requests: Sequence[RunningRequest], slots: SlotPool, expected: Sequence[SlotId]) -> None:

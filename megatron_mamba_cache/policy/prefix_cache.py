@@ -2,8 +2,8 @@
 
 Every public method either completes or raises without side effects, unless its docstring says otherwise. The order of
 calls for a request is admit → publish → advance → (schedule_chunk or schedule_decode → publish → advance, grow in
-between) → release. For an overlapped step, reserve_ahead replaces schedule_decode, before its predecessor is published.
-After a failed step, release the request, because its live state may be corrupt.
+between) → release. For an overlapped step, call reserve_ahead instead of schedule_decode, before the previous step is
+published. After a failed step, release the request, because its live state may be corrupt.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -47,14 +47,13 @@ class CacheIdentity:
 
 
 class PrefixCache:
-    """Matches prompts to cached prefixes, and admits, publishes and releases requests over a pair of pools.
+    """Admits requests with their longest cached prefix, caches what they compute, and releases what they hold.
 
     Args:
-        draft_states: Manages the slots or buffers for the drafts of running requests.
-        checkpoints: Boundaries reached in decode at which a state stays cached: "all", "none", or each request's newest
-            ("rolling").
+        draft_states: Allocator of slots or buffers for the drafts of running requests.
+        checkpoints: Boundaries at which decode caches states: "all", "none", or only each request's newest ("rolling").
         epoch: Number of flushes so far. It is part of the keys, so entries from earlier epochs are never found.
-        tiers: Lower tiers: host memory and disk.
+        tiers: Host and disk tiers; None for no tiers.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class PrefixCache:
         self._num_admitted = 0
 
     def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
-        """Plan the admission of a candidate within `budget` tokens; change only fields of the candidate."""
+        """Return a plan to admit a candidate within `budget` tokens, or why it must wait; the pools do not change."""
         if self.tiers.awaits(candidate.spec.request_id):
             candidate.awaited_copy = True
             return Refusal.WAITS_FOR_COPY
@@ -100,7 +99,7 @@ class PrefixCache:
         self.tiers.prefetch(self._waiting_prompts(candidates))
 
     def branches(self, candidate: Candidate, others: Iterable[Candidate]) -> tuple[int, ...]:
-        """Return the candidate's boundaries at which other texts are expected to diverge; change only its keys.
+        """Return the boundaries in a candidate's prompt at which other texts are expected to diverge.
 
         These are the boundaries at which waiting requests diverge, the last boundary before each breakpoint and, after
         an interruption, the last boundaries in the original prompt.
@@ -112,7 +111,7 @@ class PrefixCache:
         positions = [index.position for index in spec.breakpoints]
         if spec.num_replayed:
             prompt_end = spec.prompt_len - spec.num_replayed
-            positions += [prompt_end - 1, prompt_end]  # a repeat of the same prompt computes its last token
+            positions += [prompt_end - 1, prompt_end]  # a repeat of the prompt must compute its last token
         return (*parting, *(position // self.block_size * self.block_size for position in positions))
 
     def admit(self, candidate: Candidate, plan: AdmissionPlan, branches: tuple[int, ...] = ()) -> RunningRequest:
@@ -184,9 +183,9 @@ class PrefixCache:
         self.schedule_chunk(request, end)
 
     def schedule_decode(self, request: RunningRequest, drafts: Sequence[int] = ()) -> None:
-        """Schedule a request's next token and the drafts that fit; reserve a slot if a boundary is reached."""
+        """Schedule a request's next token and the drafts that fit; reserve a slot if the step may reach a boundary."""
         boundary = (request.computed // self.block_size + 1) * self.block_size
-        if not drafts and not request.reserved and boundary > request.computed + 1:  # most steps
+        if not drafts and not request.reserved and boundary > request.computed + 1:  # true in most steps
             request.schedule(1)
             return
         room = self._room_for_drafts(request, len(drafts)) if drafts else 0
@@ -198,12 +197,13 @@ class PrefixCache:
             self._reservations.cancel(request)
 
     def publish(self, request: RunningRequest, num_tokens: int) -> None:
-        """Make the blocks and states that the step wrote findable; call this before `advance`.
+        """Let other requests find the blocks and states that the step writes; call this before `advance`.
+
+        Call this in prefill once the forward pass is launched. In decode, first append the kept tokens to the request
+        and launch its align copy.
 
         Args:
-            num_tokens: Number of scheduled tokens to publish. In prefill, all of them, after the forward pass is
-                launched. In decode, the kept tokens, after they are appended to the request and its align copy is
-                launched.
+            num_tokens: Number of scheduled tokens to publish: all in prefill, the kept tokens in decode.
         """
         end = request.computed + num_tokens
         if self._publishes(request):
@@ -218,7 +218,7 @@ class PrefixCache:
         self._unpin_source(request)
 
     def abort(self, request: RunningRequest) -> None:
-        """Release the request's reservations and pins for a step that will not be published."""
+        """Cancel the request's reservations and unpin its source state, for a step that will not be published."""
         self._reservations.cancel(request)
         self._unpin_source(request)
         request.schedule(0)
@@ -239,22 +239,22 @@ class PrefixCache:
         request.add_blocks(self.kv.allocate(1))
 
     def at_edges(self, requests: Iterable[RunningRequest]) -> list[RunningRequest]:
-        """Return the requests that start or complete a KV block in the step after the running one-token step."""
+        """Return the requests that start or fill a KV block in the next step, if the running step decodes one token."""
         block_size = self.block_size
         return [request for request in requests if (request.computed + 2) % block_size < 2]
 
     def reserve_ahead(self, requests: Iterable[RunningRequest]) -> None:
-        """Reserve blocks and slots for the step after the running one-token step.
+        """Reserve blocks and slots for the next step while a step that decodes one token per request is running.
 
         Raises:
             CacheCapacityError: If too few blocks are available.
         """
         edges = self.at_edges(requests)
-        for request in edges:  # blocks before states, which are optional and may share their memory
+        for request in edges:  # reserve blocks first: states are optional, but may take the memory
             if request.computed + 1 == len(request.block_ids) * self.block_size:
                 self.grow(request)
         for request in edges if self._keeps_decode_states else ():
-            if (request.computed + 2) % self.block_size == 0 and self._publishes(request):  # it completes one
+            if (request.computed + 2) % self.block_size == 0 and self._publishes(request):  # it fills a block
                 self._reservations.reserve_in_decode(request, request.computed + 2)
 
     def lengthen_prompt(self, request: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
@@ -269,27 +269,27 @@ class PrefixCache:
         self.slots.touch_path(request.block_ids, request.first_generated)
         self.draft_states.end(request.cursor)
         if (owner := self.slots.owner_of_running(request.cursor.live_slot)) is not SlotOwner.LIVE:
-            raise CacheIntegrityError(f"slot {request.cursor.live_slot} must be live, but is {owner}")
+            raise CacheIntegrityError(f"slot {request.cursor.live_slot} must be live, but is {owner.value}")
         self.keep_below(request)
         self.kv.release(request.block_ids)
         request.release_blocks()
         self.slots.release_live(request.cursor.live_slot)
 
     def keep_below(self, request: RunningRequest) -> None:
-        """Start to copy the request's last published states to lower tiers."""
+        """Start to copy the request's last published states and their KV to lower tiers."""
         if self._publishes(request):
             self.tiers.write_last(request.block_ids, request.first_generated)
 
     def flush(self, weights_version: str | None = None, epoch: int | None = None) -> None:
-        """Make everything cached unreachable; running requests publish nothing until they are prefilled again.
+        """Drop everything cached; running requests publish nothing until they are prefilled again.
 
         Args:
-            epoch: New epoch, above the current epoch; None for the current epoch + 1.
+            epoch: New epoch, which must be greater than the current epoch; None to increment the current epoch.
         """
         self.epoch = self.epoch + 1 if epoch is None else epoch
         if weights_version is not None:
             self.identity = CacheIdentity(self.identity.fingerprint, weights_version)
-        self._reservations.keys.clear()  # their keys belong to the old epoch
+        self._reservations.keys.clear()  # these keys belong to the old epoch
         self.tiers.flushed()
         self.slots.flush()  # before the blocks: a pinned state must be unmapped before its block
         self.kv.flush()
@@ -355,7 +355,7 @@ class PrefixCache:
             request.publish_block(self.kv.register(request.block_ids[index], request.chain.keys[index], parent))
 
     def _hold_states(self, request: RunningRequest, end: int) -> None:
-        """Hold the state before each of a request's breakpoints until the breakpoint's `keep_s` has passed."""
+        """Raise the priority of the state before each of the request's breakpoints for `keep_s` seconds."""
         spec, block_size = request.spec, self.block_size
         for position, keep_s in spec.breakpoints:
             index = position // block_size
@@ -363,7 +363,7 @@ class PrefixCache:
                 self.slots.hold(request.block_ids[index - 1], spec.arrived_s + keep_s)
 
     def _claim(self, request: RunningRequest) -> None:
-        """Release the restore of a request that now holds the restored blocks, and count the restored tokens."""
+        """Release the restore for an admitted request, which now holds the blocks, and count the restored tokens."""
         restored = self.tiers.claim(request.request_id)
         from_disk = min(restored.disk * self.block_size, request.computed)
         from_host = min(restored.host * self.block_size, request.computed - from_disk)

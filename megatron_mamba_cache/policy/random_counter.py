@@ -8,7 +8,7 @@ _UINT64 = 1 << 64
 
 
 class DrawPurpose(IntEnum):
-    """Use of a random number; numbers for different uses at the same position are independent."""
+    """Purpose of a random number; numbers for different purposes at the same position are independent."""
 
     SAMPLE = 0
     ACCEPT = 1
@@ -25,7 +25,7 @@ def counter_uniform(seed: int, position: int, purpose: int) -> float:
         purpose: A `DrawPurpose`.
 
     Raises:
-        ValueError: If `position` or `purpose` is negative or does not fit 64 bits.
+        ValueError: If `position` or `purpose` is negative or does not fit in 64 bits.
     """
     for name, value in (("position", position), ("purpose", purpose)):
         if not 0 <= value < _UINT64:

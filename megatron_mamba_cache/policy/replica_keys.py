@@ -1,4 +1,4 @@
-"""A router's record of one replica's cache: reported and expected boundaries, and prompts sent there."""
+"""A router's record of one replica's cache: reported and expected boundaries, and blocks of prompts sent to it."""
 
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -26,7 +26,7 @@ class RecentKeys:
         return len(self._keys)
 
     def note(self, keys: Iterable[BlockKey]) -> None:
-        """Add keys, or make existing keys the newest; then drop the oldest keys beyond `max_keys`."""
+        """Add keys as the newest, even if they are present; then drop the oldest keys beyond `max_keys`."""
         for key in keys:
             self._keys.pop(key, None)
             self._keys[key] = None
@@ -44,15 +44,15 @@ class RecentKeys:
 
 
 class ReplicaKeys:
-    """Block keys that a router expects in one replica's cache, in three sets.
+    """Block keys that a router expects in one replica's cache.
 
     *Resumable* boundaries have a state, as reported by the replica: prefill can start at them. *Expected* boundaries
     will have a state when the requests in flight are prefilled. *Seen* blocks belong to prompts that were sent to the
-    replica. Their KV is probably cached, so the next prompt that diverges from them makes the replica cache a state at
-    that position.
+    replica. Their KV is probably cached: when the next prompt diverges from them, the replica caches a state at that
+    position.
 
-    `resumed` holds the boundaries from which a prompt has started. A resumable boundary in `resumed` is shared by
-    several conversations; any other is the newest end of one conversation.
+    `resumed` holds the boundaries from which a prompt has resumed. A resumable boundary in `resumed` is assumed to be
+    shared by several conversations; any other is the newest boundary of one conversation.
     """
 
     def __init__(self, max_keys: int) -> None:
@@ -66,7 +66,7 @@ class ReplicaKeys:
         return max(_deepest(keys, self.resumable), _deepest(keys, self._expected))
 
     def seen_depth(self, keys: Sequence[BlockKey]) -> int:
-        """Return the number of leading blocks with these keys that were sent to this replica before."""
+        """Return how many leading blocks of a prompt with these keys were sent to this replica before."""
         return _deepest(keys, self.seen)
 
     def expect(self, keys: Iterable[BlockKey]) -> None:
@@ -74,7 +74,7 @@ class ReplicaKeys:
         self._expected.update(keys)
 
     def stop_expecting(self, keys: Iterable[BlockKey]) -> None:
-        """Undo one `expect` call; boundaries that got a state have been reported before this call."""
+        """Undo one `expect` call after its request has ended; boundaries with a state have been reported by then."""
         for key in keys:
             self._expected[key] -= 1
             if self._expected[key] <= 0:

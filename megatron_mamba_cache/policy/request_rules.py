@@ -18,7 +18,7 @@ class RequestRules:
     Args:
         num_blocks: Maximum number of KV blocks per request.
         scores_prompts: True if the engine can compute prompt log-probabilities.
-        ranks_prompts: True if the engine can compute the rank of each prompt token, too.
+        ranks_prompts: True if the engine can also compute the rank of each prompt token.
     """
 
     config: CacheConfig
@@ -33,18 +33,18 @@ class RequestRules:
         return min(self.config.max_sequence_length, self.num_blocks * self.config.block_size_tokens + 1)
 
     def error_of(self, spec: RequestSpec) -> str | None:
-        """Return a message with the value, limit and setting if a request can never run; None if it can."""
+        """Return an error message with the value, limit and setting if a request can never run; None if it can."""
         sampling = spec.sampling
         problem = self._problem_of_prompt(spec.prompt) or self._problem_of_length(spec)
         problem = problem or _problem_of_sampling(sampling) or self._problem_of_log_probs(spec.log_probs)
         if problem is None and sampling.grammar and sampling.logits.min_tokens:
             least = sampling.logits.min_tokens
-            problem = f"min_tokens is {least}; a reply that follows a grammar ends where the grammar does; leave it out"
+            problem = f"min_tokens is {least}, but a grammar determines where its reply ends; leave min_tokens out"
         return problem or sampling.logits.problem(self.vocab_size)
 
     def _problem_of_prompt(self, prompt: npt.NDArray[np.int64]) -> str | None:
         if prompt.ndim != 1:
-            return f"the prompt has shape {prompt.shape}; one row of token ids is needed"
+            return f"the prompt has shape {prompt.shape}; it must be a vector of token ids"
         if not len(prompt):
             return "the prompt is empty; at least 1 token is needed"
         worst = prompt.min() if prompt.min() < 0 else prompt.max()
@@ -59,20 +59,19 @@ class RequestRules:
         config, prompt_len, num_to_generate = self.config, spec.prompt_len, spec.max_tokens
         limit = config.max_sequence_length
         if prompt_len >= limit:
-            return (
-                f"the prompt has {prompt_len} tokens, which leaves none to generate below max_sequence_length={limit}"
-            )
+            return f"the prompt has {prompt_len} tokens; it must have fewer than max_sequence_length={limit}"
         if num_to_generate < 1:
             return (
-                f"num_tokens_to_generate is {num_to_generate}; it must be 1 or more (num_tokens_total above the prompt)"
+                f"num_tokens_to_generate is {num_to_generate}; it must be at least 1 (num_tokens_total must exceed the "
+                "prompt's length)"
             )
         tokens = f"{prompt_len} prompt tokens and {num_to_generate} to generate"
         if spec.max_len > limit:
-            return f"{tokens} make {spec.max_len}, above max_sequence_length={limit}"
+            return f"{tokens} are {spec.max_len} tokens, more than max_sequence_length={limit}"
         needed = -(-(spec.max_len - 1) // config.block_size_tokens)  # the last sampled token is never an input
         if needed > self.num_blocks:
             return (
-                f"{spec.max_len - 1} tokens need {needed} KV blocks and there are {self.num_blocks}; raise "
+                f"{spec.max_len - 1} tokens need {needed} KV blocks, but there are only {self.num_blocks}; raise "
                 "--cache-gb, or --inference-dynamic-batching-buffer-size-gb if that is set"
             )
         return None
@@ -83,23 +82,24 @@ class RequestRules:
             return f"top_n_logprobs={settings.top_n} needs return_log_probs=True"
         if settings.of_prompt and not self.scores_prompts:
             return (
-                "log-probs of the prompt are off: build the engine with scores_prompts=True or "
+                "prompt log-probabilities are disabled: build the engine with scores_prompts=True or "
                 "materialize_only_last_token_logits=False, or set skip_prompt_log_probs=True"
             )
         if prompt_top_n is not None and not settings.of_prompt:
             return f"prompt_top_n={prompt_top_n} needs return_log_probs=True and skip_prompt_log_probs=False"
         if prompt_top_n is not None and not self.ranks_prompts:
             return (
-                f"prompt_top_n={prompt_top_n} needs an engine built with scores_prompts=True and the last logits only"
+                f"prompt_top_n={prompt_top_n} needs an engine built with scores_prompts=True and "
+                "materialize_only_last_token_logits=True"
             )
         for name, count in (("top_n_logprobs", settings.top_n), ("prompt_top_n", prompt_top_n or 0)):
             if not 0 <= count <= self.vocab_size:
-                return f"{name} is {count}; it must be from 0 to the vocabulary's {self.vocab_size}"
+                return f"{name} is {count}; it must be between 0 and the vocabulary size {self.vocab_size}"
         return None
 
 
 def unfit_token(tokens: Iterable[object]) -> object | None:
-    """Return the first token that is not a 64-bit integer; None if all are."""
+    """Return the first token that is not a 64-bit integer; None if all tokens are."""
     return next((token for token in tokens if not (isinstance(token, int) and -(2**63) <= token < 2**63)), None)
 
 
@@ -107,6 +107,6 @@ def _problem_of_sampling(sampling: SamplingSettings) -> str | None:
     if 0 <= sampling.temperature < math.inf and 0 <= sampling.top_k < 2**31 and 0 <= sampling.top_p <= 1:
         return None
     return (
-        f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}: needed are "
-        "temperature >= 0 and finite, top_k >= 0 and below 2**31, and top_p from 0 to 1"
+        "temperature must be finite and at least 0, top_k between 0 and 2**31 - 1, and top_p between 0 and 1, found "
+        f"temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}"
     )

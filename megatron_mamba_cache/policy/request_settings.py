@@ -18,8 +18,7 @@ class SamplingSettings:
     """Sampling settings and end conditions of a request.
 
     Args:
-        temperature, top_k, top_p: As in other engines; top_k 0 and top_p 0 mean no limit; temperature 0 or top_k 1 is
-            greedy.
+        temperature, top_k, top_p: Temperature 0 or top_k 1 selects greedy decoding; top_k 0 and top_p 0 mean no limit.
         seed: Seed of the request's counter-based random numbers.
         termination_id: Token that ends the request; -1 for none; None for the tokenizer's end token.
         stop_words: Token sequences of the stop strings that end the request.
@@ -38,7 +37,7 @@ class SamplingSettings:
 
     @property
     def changes_logits(self) -> bool:
-        """True if the logits are changed before a token is sampled."""
+        """True if settings or a grammar change the logits before a token is sampled."""
         return self.logits is not PLAIN_LOGITS or bool(self.grammar)
 
     @property
@@ -63,10 +62,10 @@ class LogProbSettings:
     """Log-probabilities to return for a request: for generated tokens, prompt tokens and their alternatives.
 
     Args:
-        top_n: Number of alternatives for each generated token, named by text.
-        prompt_top_n: Number of alternatives for each prompt token, named by id and returned with ranks; None for
-            neither.
-        names_ids: True if alternatives are named by their decimal ids instead of by text.
+        top_n: Number of alternatives for each generated token, returned as text.
+        prompt_top_n: Number of alternatives for each prompt token, returned with ids and ranks; None returns neither
+            alternatives nor ranks.
+        names_ids: True to return the `top_n` alternatives as decimal ids instead of text.
     """
 
     wanted: bool = False
@@ -104,11 +103,10 @@ class ScoredToken(NamedTuple):
 
 
 class PromptBreakpoint(NamedTuple):
-    """A position in a prompt from which other prompts are expected to diverge, so that a state is cached before it.
+    """A position at which other prompts are expected to diverge from this prompt; a state is cached before it.
 
     Args:
-        keep_s: Seconds from the request's arrival during which the cached state before the position has raised
-            priority.
+        keep_s: Number of seconds after the request's arrival for which that state has raised eviction priority.
     """
 
     position: int
@@ -117,14 +115,14 @@ class PromptBreakpoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestSpec:
-    """Immutable description of a request, used from the server to the running request.
+    """Immutable description of a request: its prompt, limits and settings.
 
     Args:
         prompt: [prompt_len] int64 token ids, never empty.
         max_len: Maximum total number of prompt and generated tokens.
         tenant: Salt that separates the cached prefixes of this tenant from those of other tenants.
         num_replayed: Number of tokens at the end of the prompt that the request generated before an interruption.
-        breakpoints: Positions; a state is cached at the last block boundary before each of them.
+        breakpoints: A state is cached at the last block boundary at or before each breakpoint.
         arrived_s: Arrival time in seconds, on the clock used for all requests; 0 if unknown.
     """
 
@@ -161,7 +159,7 @@ class RequestSpec:
         if len(generated) == self.num_replayed:
             return self
         prompt = np.concatenate((self.prompt[: self.prompt_len - self.num_replayed], np.array(generated, np.int64)))
-        log_probs = replace(self.log_probs, skip_prompt=True)  # returned with the first token
+        log_probs = replace(self.log_probs, skip_prompt=True)  # those of the prompt are already returned
         return replace(self, prompt=prompt, num_replayed=len(generated), log_probs=log_probs)
 
     def as_mapping(self) -> dict[str, Any]:

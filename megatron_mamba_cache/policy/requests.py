@@ -33,11 +33,11 @@ class Candidate:
         return self.spec.request_id
 
     def begin_epoch(self, chain: KeyChain, epoch: int) -> None:
-        """Store the keys for a new epoch, in which the request has not waited for a copy yet."""
+        """Set the key chain for a new epoch, and reset `awaited_copy`."""
         self.chain, self.epoch, self.awaited_copy = chain, epoch, False
 
     def forget_keys(self) -> None:
-        """Discard the keys, because another epoch may have the same number."""
+        """Mark the keys as outdated, so that they are computed again."""
         self.epoch = -1
 
     def restart(self, age: int | None, generated: Sequence[int]) -> None:
@@ -48,9 +48,9 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class ReservedState:
-    """Slot reserved for a boundary state that the next step writes; it cannot be found before publication."""
+    """Slot reserved for the state at a boundary. The next step writes it; no request can reuse it until published."""
 
-    position: int  # absolute
+    position: int  # token position of the boundary
     slot: SlotId
 
 
@@ -85,19 +85,19 @@ class StateCursor:
         self.accepted = num_tokens
 
     def add_slots(self, slots: list[SlotId]) -> None:
-        """Append columns."""
+        """Append columns to the draft window."""
         self.draft_slots += slots
 
     def remove_last_slot(self) -> None:
-        """Remove the last column."""
+        """Remove the last column of the draft window."""
         del self.draft_slots[-1]
 
     def resolve(self, num_tokens: int) -> None:
-        """Note that the live slot now holds the state after all `num_tokens` computed tokens."""
+        """Record that the live slot now holds the state after all `num_tokens` computed tokens."""
         self.accepted, self.resolved = 1, num_tokens
 
     def release_buffer(self) -> None:
-        """Drop the buffer."""
+        """Forget the draft buffer, which the caller frees."""
         self.draft_buffer = None
 
 
@@ -108,7 +108,7 @@ class RunningRequest:
     The first `computed` tokens have KV and are included in the live state. The next step computes `scheduled` more
     tokens, of which the last are `drafts`. The token at position `computed` is the next input.
 
-    Only a request's methods change its fields, `cursor` excepted. `PrefixCache` makes the same change to the pools.
+    Only a request's methods change its fields, except `cursor`. `PrefixCache` makes the same change to the pools.
     """
 
     spec: RequestSpec
@@ -185,7 +185,7 @@ class RunningRequest:
         return [*self.spec.prompt[start:].tolist(), *self.generated[: end - prompt_len]]
 
     def keep(self, emitted: Sequence[int]) -> KeptTokens:
-        """Return the sampled tokens up to and including the token that ends the request; all if none does."""
+        """Return the sampled tokens up to and including the first that ends the request, or all if none ends it."""
         if not self.samples_this_step:
             return KeptTokens()
         sampling, length = self.spec.sampling, self.length + len(emitted)
@@ -210,7 +210,7 @@ class RunningRequest:
         self.schedule(0)
 
     def land_token(self, new: Sequence[int]) -> None:
-        """Append the new token and advance by one token, in one call because it is frequent."""
+        """Append a sampled token and count one token as computed; faster than `append` and `advance`."""
         self.generated.extend(new)
         self.computed += 1
         self.scheduled = 0
@@ -250,11 +250,11 @@ class RunningRequest:
         self.checkpoint = block
 
     def count_restored(self, *, from_disk: int, from_host: int) -> None:
-        """Record how many of the prompt tokens without prefill were restored from lower tiers."""
+        """Record how many prompt tokens needed no prefill because they were restored from disk or host memory."""
         self.from_disk, self.from_host = from_disk, from_host
 
     def count_written(self, num_tokens: int) -> None:
-        """Count prompt tokens up to a newly published state."""
+        """Add to the number of prompt tokens that this request has newly cached."""
         self.num_written += num_tokens
 
     def extend_keys(self, num_tokens: int) -> None:
@@ -262,15 +262,15 @@ class RunningRequest:
         self.chain.extend(self.tokens(self.chain.num_tokens, num_tokens))
 
     def lengthen_prompt(self, prompt: npt.NDArray[np.int64]) -> None:
-        """Replace the prompt by a longer one that starts with it."""
+        """Replace the prompt by a longer prompt that starts with it."""
         self.spec = replace(self.spec, prompt=prompt)
 
     def score(self, tokens: Iterable[ScoredToken]) -> None:
-        """Add the scores of the next prompt tokens."""
+        """Append the log-probabilities and ranks of the next prompt tokens."""
         self.scored.extend(tokens)
 
     def _ends_with(self, new: Sequence[int]) -> bool:
-        """Return whether the last token of `new` ends the request by an end token, the length or a stop string."""
+        """Return whether the last token of `new` ends the request: an end token, a stop string or the length limit."""
         sampling = self.spec.sampling
         if new[-1] == sampling.termination_id or self.length + len(new) >= self.spec.max_len:
             return True
@@ -285,5 +285,5 @@ class RunningRequest:
 
 
 def num_decoding(requests: Sequence[RunningRequest]) -> int:
-    """Return the number of decode requests in a step, which come before prefill requests."""
+    """Return the number of decode requests; `requests` must list them before the prefill requests."""
     return bisect_left(requests, True, key=lambda request: request.is_prefilling)

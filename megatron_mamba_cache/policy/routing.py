@@ -1,4 +1,4 @@
-"""Routers that choose a replica for each prompt, by cached prefix within a load bound, or round robin."""
+"""Routers that choose a replica for each prompt: by cached prefix within a load bound, or round robin."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,12 +12,12 @@ from .replica_keys import ReplicaKeys
 ReplicaName = NewType("ReplicaName", str)
 
 _HALF_LIFE = 64
-"""Requests per replica after which assigned work counts half."""
+"""Number of later requests per replica after which assigned work counts only half."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptBlocks:
-    """A prompt's lengths and its block keys with the salt of one replica.
+    """A prompt's lengths, and its block keys computed with the salt of one replica.
 
     Args:
         keys: Keys of the prompt's complete blocks; empty if the replica caches nothing.
@@ -52,9 +52,9 @@ class Route:
 @dataclass(slots=True)
 class _Replica:
     keys: ReplicaKeys
-    order: int  # of joining
-    given: float  # tokens of work assigned; older work counts less
-    load: int = 0  # tokens of work in flight
+    order: int  # position in the order of joining
+    given: float  # assigned work in tokens; older work counts less
+    load: int = 0  # work in flight, in tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +68,12 @@ class PrefixRouter:
     """Router that sends each prompt to the replica with its longest cached prefix, within a load bound.
 
     A replica is a candidate if its work in flight is at most `load_factor` times the mean over replicas plus one mean
-    request; the least loaded replica is always a candidate. For a new conversation, recent work must also be within
-    `share_factor` times the mean, if possible: conversations stay on their first replica, which would otherwise collect
-    them. Candidates are ranked by, in this order, the longest prefix without prefill, the longest prefix whose KV may
-    be cached, the least work in flight, the least work assigned, and the order of joining. Outdated keys can only cause
-    an unnecessary prefill, not a wrong token.
+    request; the least loaded replica is always a candidate. A conversation stays on its first replica, so only
+    candidates with little recent work get a new conversation: at most `share_factor` times the mean plus one mean
+    request, if there is such a candidate. Among the remaining candidates, the router prefers, in this order, the
+    longest prefix that needs no prefill, the longest prefix whose KV may be cached, the least work in flight, the least
+    recent work, and the replica that joined first. Outdated keys can only cause an unnecessary prefill, not a wrong
+    token.
 
     Args:
         max_keys: Maximum number of boundaries, and of prompt blocks, to record for each replica.
@@ -96,7 +97,7 @@ class PrefixRouter:
 
     @property
     def replicas(self) -> Collection[ReplicaName]:
-        """The replicas, in order of joining."""
+        """Names of the replicas, in order of joining."""
         return self._replicas.keys()
 
     def load(self, replica: ReplicaName) -> int:
@@ -106,7 +107,7 @@ class PrefixRouter:
     def join(self, replica: ReplicaName) -> None:
         """Add a replica with an empty cache; raise `ValueError` if a replica with this name is present."""
         if replica in self._replicas:
-            raise ValueError(f"replica {replica} already takes part; give each replica a different name")
+            raise ValueError(f"replica {replica} has already joined; give each replica a different name")
         given = sum(other.given for other in self._replicas.values()) / max(len(self._replicas), 1)
         self._replicas[replica] = _Replica(ReplicaKeys(self._max_keys), next(self._orders), given)
 
@@ -137,11 +138,11 @@ class PrefixRouter:
 
         Args:
             request_id: Unique among requests in flight.
-            blocks_on: Function that returns the prompt with the block keys for a replica.
+            blocks_on: Function that returns the prompt with its block keys for a given replica.
 
         Raises:
             CacheCapacityError: If there is no replica.
-            ValueError: If the request is in flight already.
+            ValueError: If the request is already in flight.
         """
         if request_id in self._in_flight:
             raise ValueError(f"request {request_id} is in flight; finish it before it is routed again")
@@ -182,13 +183,13 @@ class PrefixRouter:
         return Route(name, depths[name])
 
     def _continues(self, name: ReplicaName, depth: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> bool:
-        """Return whether a prompt continues a conversation from its newest cached boundary."""
+        """Return whether a prompt resumes at the newest boundary of a conversation."""
         return depth > 0 and blocks_on(name).keys[depth - 1] not in self._replicas[name].keys.resumed
 
     def _count(self, request_id: int, route: Route, blocks: PromptBlocks) -> None:
         replica, keys = self._replicas[route.replica], blocks.keys
-        # Prefill leaves states at the prompt's last boundary, at the last one that its repeat may use, and where its KV
-        # match ends.
+        # Prefill caches states at the prompt's last boundary, at the last boundary that a repeat of the prompt can
+        # use, and at the end of its KV match.
         match_end = replica.keys.seen_depth(keys)
         ends = {len(keys), len(blocks.usable), match_end} - {0}
         entry = _InFlight(route.replica, blocks.work(route.num_cached_blocks), tuple(keys[end - 1] for end in ends))
@@ -203,14 +204,14 @@ class PrefixRouter:
 
 
 class RoundRobinRouter(PrefixRouter):
-    """Router that sends prompts to replicas round robin, for comparison."""
+    """Router that sends prompts to replicas round robin, as a baseline."""
 
     def __init__(self) -> None:
         super().__init__(max_keys=1)
         self._turn = 0
 
     def publish(self, replica: ReplicaName, keys: Iterable[BlockKey]) -> None:
-        """Do nothing."""
+        """Do nothing, because cached prefixes are ignored."""
 
     def route(self, request_id: int, blocks_on: Callable[[ReplicaName], PromptBlocks]) -> Route:
         """Choose the next replica in order of joining; the prompt's blocks are ignored."""

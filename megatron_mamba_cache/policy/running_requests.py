@@ -1,4 +1,4 @@
-"""The set of running requests of one prefix cache, and its changes."""
+"""The running requests of one prefix cache: admission, growth and removal."""
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -113,14 +113,15 @@ class RunningRequests:
         """Admit a request and schedule its first prefill chunk, or return why it cannot be admitted.
 
         Args:
-            budget: Maximum number of tokens of this request in the step.
-            following: Requests next in the queue; the request caches states where their prompts diverge from its
-                prompt.
+            budget: Maximum number of this request's tokens in the step.
+            following: Next requests in the queue. The admitted request caches states where their prompts diverge from
+                its own.
         """
         if self.is_full:
             return Refusal.TOO_MANY_REQUESTS
         plan = self.cache.plan(candidate, budget)
-        while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._requests:  # none will free memory
+        # Without running requests, only restores for other waiting requests can free memory.
+        while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._requests:
             if not self.cache.tiers.make_room(candidate.request_id):
                 break
             plan = self.cache.plan(candidate, budget)
@@ -132,7 +133,7 @@ class RunningRequests:
         return request
 
     def drop(self, requests: Collection[RunningRequest]) -> None:
-        """Remove requests; their published blocks and states stay cached. If a release raises, later requests stay."""
+        """Remove requests; their published blocks and states stay cached. If one raises, the rest stay."""
         for request in list(requests):
             self._release(request)
 

@@ -16,7 +16,7 @@ FAILURES_BEFORE_REFUSAL = 4
 class FailedSteps:
     """Number of failed steps of each request since its last generated token.
 
-    A failure may be transient or caused by another request of the step. After `FAILURES_BEFORE_ISOLATION` failures, a
+    A failure may be transient or caused by another request in the step. After `FAILURES_BEFORE_ISOLATION` failures, a
     request therefore runs alone until it generates a token, and is refused after `FAILURES_BEFORE_REFUSAL` failures.
     """
 
@@ -27,7 +27,7 @@ class FailedSteps:
         return bool(self._counts)
 
     def count(self, request_ids: Iterable[int]) -> list[int]:
-        """Count a failed step for each of the step's requests; return the ids of requests to refuse."""
+        """Count a failed step for each request in it; return the ids of the requests to refuse."""
         request_ids = list(request_ids)
         for request_id in request_ids:
             self._counts[request_id] = self._counts.get(request_id, 0) + 1
@@ -38,11 +38,11 @@ class FailedSteps:
         self._counts.pop(request_id, None)
 
     def clear(self) -> None:
-        """Clear every request."""
+        """Reset the counts of all requests."""
         self._counts.clear()
 
     def next_isolated(self) -> int | None:
-        """Return the id of the request to run alone, the same id until its count is reset; None if there is none."""
+        """Return the id of a request that must run alone, the same until its count is reset; None if there is none."""
         suspects = (request_id for request_id, count in self._counts.items() if count >= FAILURES_BEFORE_ISOLATION)
         return next(suspects, None)
 
@@ -50,17 +50,18 @@ class FailedSteps:
 def refusal_reason(error: Exception) -> str:
     """Return a message that explains why a request whose last step raised `error` is refused."""
     return (
-        f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token, the last time isolated, with {error!r}"
+        f"its steps failed {FAILURES_BEFORE_REFUSAL} times since its last token; in the last step, the request ran "
+        f"alone, and the error was {error!r}"
     )
 
 
 MOST_PASSED_OVER = 64
-"""The most requests waiting for a prefix that a step skips, however many are queued after them."""
+"""Maximum number of requests waiting for a prefix that are passed over in one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """Newly admitted requests, and the id of the request whose prefill continues in the next step, or -1."""
+    """Newly admitted requests, and the id of the request whose prefill continues in the next step (-1: none)."""
 
     admitted: tuple[RunningRequest, ...]
     unfinished_prefill_id: int
@@ -79,7 +80,7 @@ class QueueState:
     is_settled: bool = False
 
     def note_waiting(self, *, has_waiting: bool) -> None:
-        """Record whether requests wait only for memory, and that the first of them may fit in the next step."""
+        """Record whether a request waits only for memory. A request that has begun to may join the next step."""
         if has_waiting is not self.has_waiting:
             self.has_waiting, self.is_settled = has_waiting, self.is_settled and not has_waiting
 
@@ -93,12 +94,12 @@ class QueueState:
 
 
 class StepScheduler:
-    """Admit waiting requests, oldest first.
+    """Schedules the prefill of each step and admits waiting requests, oldest first.
 
     Only computed tokens count against a step's budget; cached prefixes do not. At most one request stays in
     mid-prefill, and no request is admitted while a request is paused for lack of blocks. Up to `MOST_PASSED_OVER`
-    requests that wait for their prefix, from another request or a copy, may be overtaken in the queue; a request that
-    lacks memory may not. An admitted request caches a state where the prompts of the next `BRANCH_WINDOW` requests
+    requests that wait for another request or a copy to provide their prefix may be overtaken in the queue; a request
+    that lacks memory may not. An admitted request caches a state where the prompts of the next `BRANCH_WINDOW` requests
     diverge from its prompt, so that shared prefixes are computed once.
     """
 
@@ -106,7 +107,7 @@ class StepScheduler:
         self._in_hand: int | None = None
 
     def take_in_hand(self) -> int | None:
-        """Remove and return the request whose scheduling raised an error; None if there is none."""
+        """Return and clear the id of the request whose scheduling raised an error; None if there is none."""
         request_id, self._in_hand = self._in_hand, None
         return request_id
 
@@ -139,7 +140,7 @@ class StepScheduler:
         requests.cache.prefetch(self._in_turn(queue[:PREFETCH_WINDOW], None))
 
     def _in_turn(self, candidates: Sequence[Candidate], in_hand: int | None) -> Iterator[Candidate]:
-        """Yield candidates, and record each as the request in hand while the caller processes it."""
+        """Yield the candidates, and record which of them the caller is processing."""
         for candidate in candidates:
             self._in_hand = candidate.request_id
             yield candidate

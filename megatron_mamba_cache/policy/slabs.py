@@ -1,4 +1,4 @@
-"""One memory for KV blocks and states, in slabs that hold one kind and are reassigned when empty."""
+"""Memory shared by KV blocks and states. Each slab holds only one of them, and can be reassigned when it is empty."""
 
 from bisect import insort
 from collections import Counter
@@ -10,7 +10,7 @@ from ..errors import CacheIntegrityError
 
 
 class SlabUse(IntEnum):
-    """Contents of a slab; the value is an index into `Slabs.indices`."""
+    """Contents of a slab; the values of KV and STATES are indices into `Slabs.indices`."""
 
     UNUSED = -1
     KV = 0
@@ -21,12 +21,13 @@ class Slabs:
     """Bookkeeping of the slabs that KV blocks and states share.
 
     Attributes:
-        use: What each slab holds.
-        num_fixed: Number of indices in each slab that cannot be evicted.
+        use: Contents of each slab, a `SlabUse`.
+        num_fixed: For each slab, the number of indices that cannot be evicted.
         num_open: Number of slabs without a fixed index, which evictions could empty.
-        unused: Unused slabs in ascending order. KV takes the first and states the last, so few slabs are reassigned.
+        unused: Unused slabs in ascending order. KV takes the first and states take the last, so few slabs are
+            reassigned.
         held_states: For each slab, True if it has held states since its memory was last cleared.
-        taken_over: Slabs reassigned from states to KV; may list a slab twice, or a slab that is unused again.
+        taken_over: Slabs reassigned from states to KV. May list a slab twice, or a slab that is now unused.
         indices: Index pool for each use. Both pools count the indices in an unused slab as free, and the indices in an
             open slab as available.
     """
@@ -41,25 +42,25 @@ class Slabs:
         self.indices: list[SlabIndexPool] = []
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
+        """Raise `CacheIntegrityError` unless the counts agree with the lists. O(n)."""
         unused = [slab for slab, use in enumerate(self.use) if use == SlabUse.UNUSED]
         if self.unused != unused:
             raise CacheIntegrityError(f"slabs {self.unused} are listed as unused, but slabs {unused} are")
         num_open = self.num_fixed.count(0)
         if self.num_open != num_open:
-            raise CacheIntegrityError(f"{self.num_open} open slabs are counted, but there are {num_open}")
+            raise CacheIntegrityError(f"num_open is {self.num_open}, but {num_open} slabs have no fixed index")
         fixed = [slab for slab in unused if self.num_fixed[slab]]
         if fixed:
-            raise CacheIntegrityError(f"slabs {fixed} are unused, but have fixed indices")
+            raise CacheIntegrityError(f"unused slabs must not have fixed indices, but slabs {fixed} do")
 
 
 class SlabIndexPool:
-    """`IndexPool` for one use. KV takes unused slabs from the low end, states from the high end.
+    """`IndexPool` of KV blocks or states over shared slabs. KV takes the lowest unused slabs, states the highest.
 
     Partly used slabs are filled first, lowest number first, so that other slabs become empty.
 
     Attributes:
-        num_next_to_fixed: Number of indices that are not fixed but share a slab of this use with a fixed index.
+        num_next_to_fixed: Number of indices that are not fixed, in slabs that also have fixed indices.
     """
 
     is_shared = True
@@ -132,7 +133,7 @@ class SlabIndexPool:
         self.num_next_to_fixed += len(indices)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless counts and lists agree. O(n)."""
+        """Raise `CacheIntegrityError` unless the counts agree with the lists. O(n)."""
         mine = [slab for slab, use in enumerate(self._slabs.use) if use == self._use]
         self._check_lists(mine)
         slabs, per_slab = self._slabs, self.per_slab
@@ -140,14 +141,14 @@ class SlabIndexPool:
         for slab, count in zip(mine, num_fixed, strict=True):
             if len(self._free[slab]) + count > per_slab:
                 raise CacheIntegrityError(
-                    f"slab {slab} has {count} fixed and {len(self._free[slab])} free indices, more than its {per_slab}"
+                    f"slab {slab} has {count} fixed and {len(self._free[slab])} free indices; only {per_slab} fit"
                 )
         num_free = sum(len(self._free[slab]) for slab in mine) + len(slabs.unused) * per_slab
         num_next_to_fixed = (len(mine) - num_fixed.count(0)) * per_slab - sum(num_fixed)
         if (self.num_free, self.num_next_to_fixed) != (num_free, num_next_to_fixed):
             raise CacheIntegrityError(
-                f"counted {self.num_free} free indices and {self.num_next_to_fixed} in slabs with fixed indices, "
-                f"found {num_free} and {num_next_to_fixed}"
+                f"num_free is {self.num_free} and num_next_to_fixed {self.num_next_to_fixed}, but must be {num_free} "
+                f"and {num_next_to_fixed}"
             )
 
     def _check_lists(self, mine: Sequence[int]) -> None:
@@ -155,19 +156,19 @@ class SlabIndexPool:
             free = self._free[slab]
             if len(set(free)) != len(free) or any(index // self.per_slab != slab for index in free):
                 raise CacheIntegrityError(
-                    f"slab {slab} lists indices of other slabs or duplicates as free: {sorted(free)}"
+                    f"the free indices of slab {slab} must be distinct and inside it, found {sorted(free)}"
                 )
         partly = [slab for slab, free in enumerate(self._free) if free]
         if not set(partly) <= set(mine):
-            raise CacheIntegrityError(
-                f"slabs {partly} have free indices, but do not belong to this use, which has slabs {mine}"
-            )
+            raise CacheIntegrityError(f"slabs {partly} have free indices, but this pool has only slabs {mine}")
         listed = Counter(self._partly)
         if not set(partly) <= listed.keys() or any(count > 1 for count in listed.values()):
-            raise CacheIntegrityError(f"slabs {sorted(self._partly)} are listed as partly used, but slabs {partly} are")
+            raise CacheIntegrityError(
+                f"the heap has slabs {sorted(self._partly)}, but slabs {partly} have free indices"
+            )
 
     def _open_slab(self) -> int:
-        """Take an unused slab, which becomes the only slab in the heap."""
+        """Take an unused slab, add it to the heap, which must be empty, and return its number."""
         slab = self._take_over()
         first = slab * self.per_slab
         self._free[slab].extend(range(first + self.per_slab - 1, first - 1, -1))
@@ -175,7 +176,7 @@ class SlabIndexPool:
         return slab
 
     def _take_over(self) -> int:
-        """Assign an unused slab to this use."""
+        """Assign an unused slab to this pool and return its number."""
         slabs = self._slabs
         slab = slabs.unused.pop(-self._use)
         slabs.use[slab] = self._use
@@ -188,7 +189,7 @@ class SlabIndexPool:
         return slab
 
     def _give_up(self, slab: int) -> None:
-        """Mark a slab without taken indices as unused."""
+        """Mark a slab as unused after its last index has been released."""
         slabs = self._slabs
         slabs.use[slab] = SlabUse.UNUSED
         insort(slabs.unused, slab)
@@ -197,7 +198,7 @@ class SlabIndexPool:
 
 
 class SlabSpace:
-    """Memory in slabs that hold either KV blocks or states; a slab keeps its use until all its indices are free.
+    """Memory in slabs that each hold KV blocks or states; a slab keeps its use until all its indices are free.
 
     Block b is in slab b // blocks_per_slab, slot s in slab s // slots_per_slab.
     """
@@ -207,8 +208,7 @@ class SlabSpace:
         if num_slabs < 0 or blocks_per_slab < 1 or slots_per_slab < 1:
             raise ValueError(
                 "num_slabs must be at least 0, and a slab must hold at least one block and one slot, found "
-                f"{num_slabs}, {blocks_per_slab} and "
-                f"{slots_per_slab}"
+                f"{num_slabs}, {blocks_per_slab} and {slots_per_slab}"
             )
         self.num_slabs = num_slabs
         self._slabs = Slabs(num_slabs)
@@ -235,7 +235,7 @@ class SlabSpace:
     def take_stale_blocks(self) -> list[range]:
         """Return the blocks of slabs reassigned from states to KV since the last call; the caller clears their memory.
 
-        Bytes of a state may be NaN as KV, and attention multiplies masked values by zero, which keeps NaN.
+        A state's bytes may be NaN when read as KV. Attention multiplies masked values by zero, and 0 x NaN is NaN.
         """
         slabs, stale = self._slabs, []
         for slab in slabs.taken_over:

@@ -10,7 +10,7 @@ from .index_pools import IndexPool
 
 
 class SlotOwner(Enum):
-    """Use of a slot."""
+    """Use of a state slot."""
 
     FREE = "free"
     LIVE = "live"
@@ -30,7 +30,7 @@ class SlotOwners:
         self._counts = dict.fromkeys(SlotOwner, 0)
 
     def count(self, owner: SlotOwner) -> int:
-        """Return the number of slots of an owner; for free slots, the number that can be taken now."""
+        """Return the number of slots with this owner; for FREE, the number that can be taken now."""
         return self.indices.num_free if owner is SlotOwner.FREE else self._counts[owner]
 
     def owner_of(self, slot: SlotId) -> SlotOwner:
@@ -61,21 +61,21 @@ class SlotOwners:
         self._owners[slot] = new_owner
 
     def free(self, slot: SlotId, owner: SlotOwner, *, is_fixed: bool = True) -> None:
-        """Free a slot of an owner; raises as `hand_over` does. Pass `is_fixed=False` if the slot was evictable."""
+        """Free a slot that has this owner; raise as `hand_over` does. Pass `is_fixed=False` if it was evictable."""
         self.hand_over(slot, owner, SlotOwner.FREE)
         if is_fixed:
             self.indices.unfix(slot)
         self.indices.release(slot)
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError unless the counts match the owners. O(n)."""
+        """Raise `CacheIntegrityError` unless the counts match the owners. O(n)."""
         found = {owner: self._owners.count(owner) for owner in SlotOwner if owner is not SlotOwner.FREE}
         counted = {owner: self._counts[owner] for owner in found}
         if found != counted:
-            raise CacheIntegrityError(f"the owners have {found} slots, but {counted} are counted")
+            raise CacheIntegrityError(f"the slot counts by owner are {counted}, but must be {found}")
 
     def check_owned(self, owner: SlotOwner, slots: Sequence[SlotId]) -> None:
-        """Raise CacheIntegrityError unless `slots`, in any order, are exactly the slots of the owner. O(n)."""
+        """Raise `CacheIntegrityError` unless `slots`, in any order, are exactly the slots with this owner. O(n)."""
         owned = [slot for slot, found in enumerate(self._owners) if found is owner]
         if sorted(slots) != owned:
             raise CacheIntegrityError(f"slots {sorted(slots)} are listed as {owner.value}, but slots {owned} are")

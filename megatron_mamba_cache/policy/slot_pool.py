@@ -21,7 +21,8 @@ _MOMENT = 2.0**-10  # separates the times of states used by the same request; a 
 
 
 class SlotPool:
-    """Slots of the state pool, each with one owner. A cached state belongs to one KV block; a block has at most one.
+    """Slots of the state pool, each with one owner. A cached state belongs to one KV block; a block has at most
+    one cached state.
 
     A cached state can be evicted when a slot or a KV block is needed and none is free, unless the state is pinned
     because a step is about to read it. Time is logical: it advances when a request starts from a state or ends.
@@ -47,10 +48,10 @@ class SlotPool:
         self._running = self._owners if running is None else SlotOwners(running)
         self._rule = rule or LeastRecentlyUsed()
         self._texts: CachedTexts = NoTexts()
-        self._kinds: list[int] = []  # by block: the kind as which a state without a hit was last counted
+        self._kinds: list[int] = []  # by block: kind under which its state was last counted
         self._lineage = StateLineage()
         self.slot_by_block: dict[BlockId, SlotId] = {}
-        """The slots with cached states, by the block that each ends; always the same object, changed here only."""
+        """Slot of the cached state at the end of each block; always the same dict, changed only by this class."""
         self._pins: dict[BlockId, int] = {}
         self._rolling: set[BlockId] = set()  # blocks of decode checkpoints that only their own request uses
         self._orphans: dict[BlockId, list[SlotId]] = {}  # slots flushed while pinned, freed at the last unpin
@@ -59,13 +60,13 @@ class SlotPool:
         self._observer = StateObserver()
         self._saver = StateSaver()
         self._saved: set[BlockId] = set()  # blocks whose states are being copied to a lower tier
-        self._quiet_pins: dict[BlockId, float] = {}  # blocks pinned without being used, and their last use before
-        self.num_evicted = 0  # number evicted to make room; excludes dropped and flushed states
+        self._quiet_pins: dict[BlockId, float] = {}  # last use of blocks whose pin does not count as a use
+        self.num_evicted = 0  # number of states evicted to make room; excludes dropped and flushed states
         self.num_blocks_evicted = 0  # number of KV blocks freed with evicted states
         self._clock = 0.0
 
     def attach(self, texts: CachedTexts) -> None:
-        """Set the KV blocks, which are freed together with the states that make them reusable."""
+        """Connect the KV blocks, which are freed together with the states that make them reusable."""
         self._texts = texts
 
     @property
@@ -107,7 +108,7 @@ class SlotPool:
         return self._running.owner_of(slot)
 
     def count_by_owner(self) -> dict[str, int]:
-        """Return the number of slots by the lower-case name of the owner; "free" counts slots for cached states."""
+        """Return the number of slots by owner, keyed by lower-case name; "free" counts only slots for cached states."""
         running = {owner.value: self._running.count(owner) for owner in (SlotOwner.LIVE, SlotOwner.DRAFT)}
         return {owner.value: self._owners.count(owner) for owner in SlotOwner} | running
 
@@ -123,7 +124,7 @@ class SlotPool:
         return depth
 
     def tokens_before(self, block: BlockId) -> int:
-        """Return the number of tokens from the start of the text to the cached state before the block's own."""
+        """Return the number of tokens from the start of the text to the cached state before the block's state."""
         entry = self._entry(block)
         return entry.num_tokens - entry.lost_tokens
 
@@ -136,7 +137,7 @@ class SlotPool:
         return block in self._pins
 
     def observe(self, observer: StateObserver) -> None:
-        """Set the observer, which is notified of the existing cached states and then of each change."""
+        """Set the observer. It is notified of the existing cached states now, and of each change later."""
         self._observer = observer
         for block in self.slot_by_block:
             observer.published(block)
@@ -181,9 +182,10 @@ class SlotPool:
 
         Args:
             num_tokens: Number of tokens from the start of the text to the end of the block.
-            anchor: Block of the previous cached state; evicting the state loses the tokens in between.
-            num_continuations: Number of known texts that continue after the state, without a later state anchored to
-                it.
+            anchor: Block of the text's previous cached state; None if there is none. If this state is evicted, the
+                tokens between both must be recomputed.
+            num_continuations: Number of texts that are known to continue after the state, but have no later state
+                anchored to it.
 
         Raises:
             CacheIntegrityError: If the slot is not reserved or the block has a state; nothing has changed then.
@@ -209,7 +211,7 @@ class SlotPool:
             self._rolling.add(block)
 
     def keep(self, block: BlockId) -> None:
-        """Undo `mark_rolling`, because others than the checkpoint's request use the state."""
+        """Undo `mark_rolling`, because other requests also use the state."""
         self._rolling.discard(block)
 
     def retire(self, block: BlockId) -> None:
@@ -218,12 +220,12 @@ class SlotPool:
             self.drop(block)
 
     def hold(self, block: BlockId, until: int) -> None:
-        """Raise the priority of the block's state until a time, as set by `pass_time`; it can still be evicted."""
+        """Raise the priority of the block's state until the time of `pass_time` reaches `until`; it stays evictable."""
         if block in self.slot_by_block and self._held.hold(block, until) and block in self._evictable:
             self._file_again(block)
 
     def pass_time(self, now: int) -> None:
-        """Set the time to which `hold` refers; ignore an earlier time than the current one."""
+        """Set the time on which `hold` depends; ignore a time before the current one."""
         for block in self._held.pass_time(now):
             if block in self._evictable:
                 self._file_again(block)
@@ -233,7 +235,7 @@ class SlotPool:
         self._saver = saver
 
     def stop_saving(self, block: BlockId) -> None:
-        """Return the block's state to its normal eviction priority."""
+        """Return the block's state to its normal priority, because its save has ended."""
         if block in self._saved:
             self._saved.remove(block)
             if block in self._evictable:
@@ -327,19 +329,24 @@ class SlotPool:
         self.num_evicted += 1
 
     def touch_path(self, blocks: Sequence[BlockId], prompt_len: int | None = None) -> None:
-        """Mark the states on a path as used now, link them, and mark the end of the newest prompt if given."""
+        """Mark the states of a text's blocks as used now, and link each to the previous one.
+
+        Args:
+            blocks: Blocks from the start of the text.
+            prompt_len: Number of tokens of the text's newest prompt, whose last state is marked; None if unknown.
+        """
         path = [block for block in blocks if block in self.slot_by_block]
         for anchor, block in pairwise(path):
             self._lineage.relink(block, anchor)
         if prompt_len is not None:
             self._lineage.mark_prompt_end(path, prompt_len)
         self._clock += 1
-        for block in reversed(path):  # the order in which states with the same last use are evicted
+        for block in reversed(path):  # last state first, in eviction order
             weight = self._weigh(block) if block in self._pins else self._file(block, self._clock)
             self._count_kind(block, weight.kind)
 
     def flush(self) -> None:
-        """Forget every cached state; free pinned slots at their last unpin. Flush KV blocks afterwards."""
+        """Drop all cached states; a pinned slot is freed at its last unpin. Flush the KV blocks afterwards."""
         for block in sorted(self.slot_by_block):
             if block in self._pins:
                 self._orphans.setdefault(block, []).append(self.slot_by_block.pop(block))
@@ -358,7 +365,7 @@ class SlotPool:
         self._saver.flushed()
 
     def check_integrity(self) -> None:
-        """Raise CacheIntegrityError, naming the failed equation, unless all invariants of the pool hold. O(n)."""
+        """Raise `CacheIntegrityError` with the violated invariant unless all invariants of the pool hold. O(n)."""
         self._owners.check_integrity()
         self._running.check_integrity()
         if self._running_indices is not None:
@@ -368,7 +375,8 @@ class SlotPool:
         pinned, orphaned = self._pins.keys(), self._orphans.keys()
         if pinned - self.slot_by_block.keys() - orphaned or orphaned - pinned:
             raise CacheIntegrityError(
-                f"pins {self._pins} do not fit states {self.slot_by_block} and orphans {self._orphans}"
+                f"pinned blocks must have a cached or flushed state, and flushed blocks must be pinned, found pins "
+                f"{self._pins}, states {self.slot_by_block} and flushed slots {self._orphans}"
             )
         if self._rolling - self.slot_by_block.keys() or self._rolling & self._pins.keys():
             raise CacheIntegrityError(
@@ -380,7 +388,9 @@ class SlotPool:
             )
         unpinned = self.slot_by_block.keys() - self._pins.keys()
         if len(unpinned) != len(self._evictable) or not all(block in self._evictable for block in unpinned):
-            raise CacheIntegrityError(f"{unpinned} states are unpinned, but {len(self._evictable)} are evictable")
+            raise CacheIntegrityError(
+                f"the states of blocks {unpinned} are unpinned, but {len(self._evictable)} are evictable"
+            )
 
     def _take(self, num_slots: int, owner: SlotOwner, owners: SlotOwners) -> list[SlotId]:
         if num_slots < 0:
@@ -403,7 +413,7 @@ class SlotPool:
             self.evict()
 
     def _next_evicted(self, kinds: Container[int] | None = None) -> BlockId:
-        """Return the block whose state has the lowest priority, among the given kinds or all."""
+        """Return the block whose state has the lowest priority among states of these kinds, or of all kinds."""
         first, likelihood = self._evictable.first, self._rule.likelihood
         block = first(self._clock, likelihood, kinds)
         while self._has_changed(block):
@@ -436,7 +446,7 @@ class SlotPool:
         return self._file(block, self._evictable.last_use_of(block))
 
     def _count_kind(self, block: BlockId, kind: int) -> None:
-        """Update the count of the state's kind if the kind has changed since it was last counted or hit."""
+        """Count the block's state as a state of this kind, unless it was last counted as one."""
         if self._kinds[block] != kind:
             self._kinds[block] = kind
             self._rule.count_state(kind)
@@ -454,7 +464,7 @@ class SlotPool:
             self._indices.fix(self.slot_by_block[block])
 
     def _has_changed(self, block: BlockId) -> bool:
-        """Return whether a state's weight has changed since it was queued, because nearby states or text changed."""
+        """Return whether a state's weight has changed since it was queued, because states or blocks near it changed."""
         was_end = self._evictable.kind_of(block) in ENDS
         if was_end == self._texts.is_end(block) and self._lineage.is_anchor_kept(block, self.slot_by_block):
             return False

@@ -9,16 +9,16 @@ _ROOT = BlockId(-1)
 
 
 class StateLineage:
-    """Record of each state's previous state, its branches and continuations, and the ends of prompts.
+    """For each cached state: its previous state, its branch hits and continuations, and if it ends a prompt.
 
     The record of a dropped state still links the states after it to those before it: a block's ancestors stay
-    registered as long as the block, so their numbers are not reused. A state published between two others is unknown to
-    the later one until `relink`; until then the later one's cost is too high.
+    registered as long as the block, so their numbers are not reused. If a state is published between two others, the
+    later one is linked to it only by `relink`; until then, the cost of losing the later state is overestimated.
     """
 
     def __init__(self) -> None:
         self._num_tokens: list[int] = []
-        self._anchors: list[BlockId] = []  # block of the previous state, as last known
+        self._anchors: list[BlockId] = []  # block of the previous state, which may have been dropped
         self._num_branch_hits: list[int] = []
         self._num_continuations: list[int] = []
         self._ends_prompt: list[bool] = []
@@ -28,8 +28,8 @@ class StateLineage:
 
         Args:
             num_tokens: Number of tokens from the start of the text to the end of the block.
-            anchor: Block of the previous state.
-            num_continuations: Number of texts that already continue after the state.
+            anchor: Block of the previous state; None if there is none.
+            num_continuations: Number of texts that are known to continue after the state.
         """
         self._make_room(block)
         self._num_tokens[block] = num_tokens
@@ -41,7 +41,11 @@ class StateLineage:
             self._num_continuations[anchor] += 1
 
     def mark_prompt_end(self, path: Sequence[BlockId], prompt_len: int) -> None:
-        """Mark the last state within the newest prompt as the prompt's end; `path` lists blocks with states."""
+        """Mark the last state within the newest prompt as the prompt's end.
+
+        Args:
+            path: Blocks of the text that have a state, in order.
+        """
         last = None
         for block in path:
             self._ends_prompt[block] = False
@@ -51,7 +55,7 @@ class StateLineage:
             self._ends_prompt[last] = True
 
     def pass_prompt_end_on(self, block: BlockId, cached: Container[BlockId]) -> BlockId | None:
-        """If a dropped state was the prompt end, mark the previous state instead; return its block."""
+        """If a dropped state was marked as a prompt's end, mark the previous state and return its block; else None."""
         if not self._ends_prompt[block]:
             return None
         self._ends_prompt[block] = False
@@ -67,7 +71,7 @@ class StateLineage:
         self._num_branch_hits[block] += 1
 
     def relink(self, block: BlockId, anchor: BlockId) -> None:
-        """Set the block of the previous state."""
+        """Link the block's state to its previous state, at the end of the block `anchor`."""
         self._anchors[block] = anchor
 
     def num_tokens(self, block: BlockId) -> int:
@@ -75,12 +79,12 @@ class StateLineage:
         return self._num_tokens[block]
 
     def is_anchor_kept(self, block: int, cached: Container[BlockId]) -> bool:
-        """Return whether the previous state still exists, so that the cost of losing this state is unchanged."""
+        """Return False if the previous state has been dropped, so that losing this state costs more than before."""
         anchor = self._anchors[block]
         return anchor == _ROOT or anchor in cached
 
     def entry(self, block: BlockId, cached: Container[BlockId], *, is_end: bool) -> CachedEntry:
-        """Return the facts from which the weight of the block's state is computed.
+        """Return the properties from which the weight of the block's state is computed.
 
         Args:
             cached: Blocks that have a state.
@@ -106,9 +110,9 @@ class StateLineage:
         self._ends_prompt.clear()
 
     def _tokens_before(self, block: BlockId, cached: Container[BlockId]) -> int:
-        """Return the number of tokens up to the nearest cached anchor; shorten the path for the next call."""
+        """Return the number of tokens up to the nearest earlier cached state, and link the block directly to it."""
         anchor, end = self._anchors[block], self._num_tokens[block]
-        # Positions must decrease along the path, so the loop ends even if the caller passes blocks in any order.
+        # Positions must decrease along the path, so the loop ends even if states were linked in another order.
         while anchor != _ROOT and anchor not in cached and self._num_tokens[anchor] < end:
             anchor, end = self._anchors[anchor], self._num_tokens[anchor]
         self._anchors[block] = anchor

@@ -1,4 +1,4 @@
-"""Reservations of slots for boundary states that the next step writes."""
+"""Reservations of slots for the states at boundaries that the next step writes."""
 
 from ..metrics import CacheCounters
 from .identifiers import BlockId, BlockKey
@@ -24,7 +24,7 @@ class StateReservations:
         self._block_size = block_size
         self._is_rolling = is_rolling
         self.keys: dict[BlockKey, int] = {}
-        """Keys of the reserved prompt boundaries, each with its request's id; others may wait for the publish."""
+        """Id of the reserving request, by key of the prompt boundary; other requests may wait for its state."""
 
     def reserve_in_prompt(self, request: RunningRequest, position: int) -> None:
         """Reserve a slot for a prompt boundary, unless it is cached or reserved already, or no slot is available."""
@@ -41,13 +41,13 @@ class StateReservations:
         self._reserve(request, position)
 
     def publish(self, request: RunningRequest, end: int) -> None:
-        """Publish the reserved states up to token `end`, whose blocks are registered; cancel the rest."""
-        while request.reserved:  # one at a time, so that after a failure `cancel` handles the rest
+        """Publish the reserved states up to position `end`, whose blocks must be registered; cancel the others."""
+        while request.reserved:  # remove one at a time, so that `cancel` handles the rest after an error
             state = request.reserved[0]
             block = request.block_ids[state.position // self._block_size - 1] if state.position <= end else None
             if block is None or self._slots.slot_of(block) is not None:
                 if block is not None:
-                    self._slots.keep(block)  # two requests reached the same boundary
+                    self._slots.keep(block)  # another request has cached a state here
                 self._slots.cancel(state.slot)
                 block = None
             else:

@@ -16,14 +16,14 @@ from .group import ExpertPeers, Ranks, on_all_ranks
 _LOG = logging.getLogger(__name__)
 _LARGE_LOSS = 0.05
 _OF_EACH_RANK = ("cache_gb", "host_cache_gb", "disk_cache_dir", "disk_cache_gb")
-"""Settings that may differ between ranks: the memory that each provides, and where."""
+"""Settings that may differ between ranks: memory sizes and the directory of the disk tier."""
 _LEAST_OF_ALL = ("max_requests",)
 _OF_SHAPES = ("max_tokens", "num_cuda_graphs", "cuda_graph_prefill_tokens", "num_speculative_tokens")
-"""Settings, in addition to `max_requests`, that determine the step shapes for warmup and CUDA graphs."""
+"""Settings that, together with `max_requests`, determine the step shapes for warmup and CUDA graphs."""
 _LEAST_HOST_SLABS = 2
 """Minimum number of slabs in the host tier: one for KV blocks and one for states."""
 _ANY_NUMBER = 2**62
-"""Number of host slabs on a rank where slabs take no memory; large, so that other ranks set the limit."""
+"""Number of host slabs on a rank whose slabs take no memory; so large that another rank has the minimum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +53,12 @@ class CacheCapacity:
         return self.num_slots // self.slab.slots_per_slab
 
     def space(self) -> SlabSpace:
-        """Return new bookkeeping for these slabs, in which all blocks and slots are unused."""
+        """Return new records for these slabs, with all blocks and slots unused."""
         return SlabSpace(self.num_slabs, self.slab.blocks_per_slab, self.slab.slots_per_slab)
 
     @staticmethod
     def of(config: CacheConfig, shape: HybridModelShape, ranks: Ranks) -> "CacheCapacity":
-        """Return the capacity of the rank that fits the least; all ranks must call this method.
+        """Return the largest capacity that fits on every rank; all ranks must call this method.
 
         Raises:
             ValueError: If a memory budget in the settings is too small on a rank.
@@ -118,7 +118,7 @@ def settings_of_peers(config: CacheConfig, peers: ExpertPeers) -> CacheConfig:
     for name, low, high in zip(_OF_SHAPES, least, most, strict=True):
         if low != high:
             raise ValueError(
-                f"{name} is between {low} and {high} on the expert-parallel ranks; use the same value on all ranks"
+                f"{name} ranges from {low} to {high} over the expert-parallel ranks; use the same value on all ranks"
             )
     return replace(config, max_requests=max_requests)
 
@@ -145,15 +145,15 @@ def agreed_version(weights_version: str | None, present: str, ranks: Ranks) -> s
 
 def _checked_version(version: object) -> object:
     if not is_encodable(version):
-        raise ValueError(f"weights_version is {version!r}; it must be Unicode text")
+        raise ValueError(f"weights_version is {version!r}; it must be a str that can be encoded as UTF-8")
     return version
 
 
 def _warn_of_loss(share: float) -> None:
     if share > _LARGE_LOSS:
         _LOG.warning(
-            "%.0f %% of the memory of a rank's slabs stays empty, for KV blocks or for states: its ratio of attention "
-            "to recurrent layers differs from that of other ranks; balance the pipeline stages",
+            "up to %.0f %% of a rank's cache memory stays empty, because its ratio of attention to recurrent layers "
+            "differs from that of other ranks; balance the pipeline stages",
             100 * share,
         )
 
@@ -177,11 +177,11 @@ def _num_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape, le
 
 
 def _least_bytes(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
-    """Return the smallest budget of a rank, in bytes, with which one request of maximum length can run."""
+    """Return the smallest budget in bytes with which this rank can run one request of maximum length."""
     longest = shape.longest_bytes(config, slab)
     if not shape.limits_requests(config):
         return longest + shape.buffers_bytes(config) + shape.running_bytes(config)
-    return longest + shape.request_buffer_bytes(config)  # one request's buffers suffice: max_requests adapts
+    return longest + shape.request_buffer_bytes(config)  # max_requests can be lowered to 1
 
 
 def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShape) -> int:
@@ -197,16 +197,16 @@ def _num_host_slabs(config: CacheConfig, shape: HybridModelShape, slab: SlabShap
     num_slabs = total // num_processes // slab_bytes
     if num_slabs < _LEAST_HOST_SLABS:
         least_gb = math.ceil(_LEAST_HOST_SLABS * slab_bytes * num_processes / 2**30 * 1e6) / 1e6
-        shared = f" for {num_processes} processes of this host" if num_processes > 1 else ""
+        shared = f" for {num_processes} processes on this host" if num_processes > 1 else ""
         raise ValueError(
-            f"host_cache_gb is {config.host_cache_gb:g} GiB{shared}, too small for a "
+            f"host_cache_gb is {config.host_cache_gb:g} GiB{shared}, which is too small for a "
             f"state and the KV before it: set --host-cache-gb to {least_gb:f} or more, or leave it out"
         )
     return num_slabs
 
 
 def known_to_any(found: Mapping[int, str], ranks: Ranks) -> dict[int, str]:
-    """Merge a map from request ids to text over all ranks; all ranks must call this function.
+    """Merge the maps from request ids to text on all ranks; all ranks must call this function.
 
     If several ranks have text for a request, that of the lowest rank is returned, on every rank.
     """

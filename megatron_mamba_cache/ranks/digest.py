@@ -26,14 +26,14 @@ _NUM_PIECES = 4
 
 
 class DecisionKind(Enum):
-    """Kinds of decisions; each value describes the kind and lists its facts, for error messages."""
+    """Kinds of decisions; each value is a description for error messages, with the decision's facts in parentheses."""
 
     ADMIT = "admission (checksum of the prompt, tokens skipped, live slot, state restored from, KV blocks)"
     GROW = "new KV blocks"
-    SCHEDULE = "tokens of the step (computed before, scheduled, those fed to decoding)"
+    SCHEDULE = "scheduled tokens (number computed before, number scheduled, ids fed to decode)"
     RESERVE = "reserved states (position and slot of each)"
     WINDOW = "draft window (slots, accepted column)"
-    KEEP = "accepted tokens (whether they end the request, tokens)"
+    KEEP = "accepted tokens (1 if they end the request, token ids)"
     PUBLISH = "published KV blocks"
     CHECKPOINT = "decode checkpoint published by an align copy (KV block)"
     PAUSE = "pause"
@@ -57,7 +57,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class RecentDecisions:
-    """Newest decisions on a rank; `first` is the index of the first of them among all decisions."""
+    """Newest decisions on a rank; `first` is the index of the oldest of them among all decisions on the rank."""
 
     first: int
     decisions: tuple[Decision, ...]
@@ -86,7 +86,7 @@ class DecisionLog:
         return [whole >> (_PIECE_BITS * piece) & (2**_PIECE_BITS - 1) for piece in range(_NUM_PIECES)]
 
     def recent(self) -> RecentDecisions:
-        """Return the newest decisions on this rank, at most `_REMEMBERED`."""
+        """Return the newest decisions on this rank, at most 4,096."""
         return RecentDecisions(self.num_noted - len(self._recent), tuple(self._recent))
 
 
@@ -99,7 +99,7 @@ def first_difference(ranks: Sequence[RecentDecisions]) -> str:
         if any(decision != decided[0] for decision in decided):
             each = "; ".join(f"rank {rank}: {decision or 'nothing'}" for rank, decision in enumerate(decided))
             return f"decision {number} is the first that differs: {each}"
-    return f"the first decision that differs is one of the {first} that are no longer remembered"
+    return f"the first decision that differs is among the first {first}, which the log no longer contains"
 
 
 def _at(recent: RecentDecisions, number: int) -> Decision | None:
@@ -118,7 +118,7 @@ class NoDigest:
 
 @dataclass(slots=True)
 class _NotedRequest:
-    """Facts about a running request that have been recorded, so that only changes are recorded later."""
+    """Facts about a running request that have been recorded; later, only changes to them are recorded."""
 
     request: RunningRequest
     num_blocks: int

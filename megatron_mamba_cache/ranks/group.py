@@ -20,7 +20,7 @@ _MOST_CAUSES = 8
 
 
 class _Content(NamedTuple):
-    """Data from which other ranks rebuild an error: arguments of its builtin base class, and attributes."""
+    """Data from which other ranks rebuild an error: arguments for its builtin base class, and its attributes."""
 
     args: tuple[Any, ...]
     attributes: dict[str, Any]
@@ -79,7 +79,7 @@ def _text_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:
-        return "(its text cannot be made)"
+        return "(str() of the error raised another error)"
 
 
 def _type_of(module: str, name: str) -> type:

@@ -5,8 +5,8 @@ The kernel decides on the device which requests to copy. With running = computed
     aligned = (running + max(accepted, 1) - 1) // block_size * block_size
     copy iff aligned >= running and aligned > 0;  shift = aligned - running
 
-For a whole tensor, the source is the slot in column state_column + shift. For a window, it is the slot in column
-state_column, starting at input `shift`; the last inputs may be in a separate buffer of the request, the tail.
+A tensor that each token replaces is copied from the slot in column state_column + shift. A window is copied from the
+slot in column state_column, starting at input `shift`; its last inputs may be in a separate buffer, the tail.
 
 Layout: as in `slot_tiles`; a tile of a quantized tensor covers all rows of some channels of a head. Grid: as many
 programs as can run concurrently. Each evaluates the rule for all requests and copies every n-th tile over all layers
@@ -49,7 +49,7 @@ _WHOLE, _WINDOW, _QUANTIZED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 
 class _Rows(NamedTuple):
-    """Kernel arguments from `AlignBatch`, and the buffer index of each request's tail; None without tails."""
+    """Tensors of an `AlignBatch` as kernel arguments, and the indices of their tail buffers (None without tails)."""
 
     computed: Tensor
     scheduled: Tensor
@@ -190,10 +190,10 @@ def align_copy(moves: Sequence[StateMove], rows: AlignBatch, block_size: int, ti
     """Copy the state at the boundary that each request's accepted tokens reached into the request's target slot.
 
     Nothing is copied for padding, or for requests that reach no boundary or have no target. If source and target are
-    in one pool, the target may be any slot in the request's `columns`, even the source. All other bytes are unchanged.
+    in the same pool, the target may be one of the request's own `columns`, even the source. Other bytes are unchanged.
 
     Args:
-        moves: The tensors to copy; either all targets are in the pool of their source, or none is.
+        moves: The tensors to copy; either each target is its own source tensor, or none is.
         tiling: None: `QUANTIZING` if a tensor is quantized, else `TILING`.
 
     Raises:

@@ -69,16 +69,16 @@ class StoredStates:
         return self.parts[0].device
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """Return the shape of one layer's state in the tensor `index`."""
+        """Return the shape of one layer's state in a tensor; `index` counts the tensors of all groups."""
         storage = self._storages[index]
         return tuple((storage.values if isinstance(storage, QuantizedStates) else storage).shape[2:])
 
     def storage(self, index: int) -> Tensor | QuantizedStates:
-        """Return the storage of tensor `index` for all layers; indices count over all groups."""
+        """Return the storage of one tensor for all layers; `index` counts the tensors of all groups."""
         return self._storages[index]
 
     def layer(self, index: int, layer: int) -> Tensor | QuantizedStates:
-        """Return one layer of the tensor `index`; indices count over all groups."""
+        """Return one layer of a tensor; `index` counts the tensors of all groups."""
         storage = self._storages[index]
         return storage.of_layer(layer) if isinstance(storage, QuantizedStates) else storage[layer]
 
@@ -90,7 +90,7 @@ class StoredStates:
         tails: Mapping[int, DraftInputs] | None = None,
         only_windows: bool = False,
     ) -> None:
-        """Cache the states at the boundaries that requests reached, as `align_copy` does.
+        """Cache the states at block boundaries that requests reached; see `align_copy` in `recurrences/align_copy.py`.
 
         Args:
             tails: Inputs of windows that are not stored in slots, keyed by tensor index.
@@ -115,7 +115,7 @@ class StoredStates:
             self.restore_to(self._live, src, dst)
 
     def restore_to(self, live: Sequence[Tensor], src: Tensor, dst: Tensor) -> None:
-        """Copy cached states to slots of `live`, which are tensors shaped like the live pool's; see `restore`."""
+        """Copy cached states to slots of `live`, whose tensors have the shapes of the live pool; see `restore`."""
         quantized, others = self._pairs(live)
         for storage, states in quantized:
             restore_states(storage, states, src, dst)
@@ -137,7 +137,7 @@ class StoredStates:
             copy_slots([states for _, states in others], [storage for storage, _ in others], src, dst)
 
     def store_layer(self, index: int, layer: int, slot: int, state: Tensor) -> None:
-        """Store one layer's state in a slot of the tensor `index`; `state` has shape `shape(index)`."""
+        """Store one layer's state, of shape `shape(index)`, in a slot of tensor `index`."""
         storage = self._storages[index]
         if isinstance(storage, QuantizedStates):
             slots = torch.tensor([slot], dtype=torch.int32, device=self.device)
@@ -148,7 +148,7 @@ class StoredStates:
     def _pairs(
         self, live: Sequence[Tensor]
     ) -> tuple[list[tuple[QuantizedStates, Tensor]], list[tuple[Tensor, Tensor]]]:
-        """Return pairs (storage, live tensor): first quantized, then others; windows are cut to the cached inputs."""
+        """Return pairs (storage, live tensor), first quantized, then others; windows include only the cached inputs."""
         quantized, others = [], []
         for tensor, storage, states in zip(self._tensors, self._storages, live, strict=True):
             if isinstance(storage, QuantizedStates):

@@ -11,10 +11,10 @@ from .batches import check_vectors
 
 @dataclass(frozen=True, slots=True)
 class DraftInputs:
-    """Buffers that continue conv windows, whose slots hold only the first `window_len` inputs.
+    """Buffers for the last inputs of conv windows; the slots hold only the first `window_len` inputs.
 
-    Input `window_len` + i of a request's window is input i of its buffer. So the size of a slot does not depend on the
-    number of drafts, and only running requests need memory for drafts.
+    Input `window_len` + i of a request's window is input i of its buffer. The size of a slot therefore does not depend
+    on the number of drafts, and only running requests need memory for drafts.
 
     Args:
         inputs: [buffers, drafts, channels] in the dtype of the windows, channels contiguous. If the windows have a
@@ -47,7 +47,7 @@ def check_draft_inputs(drafts: DraftInputs, windows: Tensor, num_rows: int) -> N
     fits = inputs.dim() == windows.dim() and (inputs.shape[:-3], inputs.shape[-1]) == (lead, windows.shape[-1])
     if not fits or inputs.dtype != windows.dtype or inputs.device != windows.device:
         raise ValueError(
-            f"need {windows.dtype} draft inputs (*{tuple(lead)}, buffers, drafts, {windows.shape[-1]}) on "
+            f"draft inputs must be {windows.dtype} {(*lead, 'buffers', 'drafts', windows.shape[-1])} on "
             f"{windows.device}, found {inputs.dtype} {tuple(inputs.shape)} on {inputs.device}"
         )
     if inputs.numel() and inputs.stride(-1) != 1:
@@ -55,7 +55,7 @@ def check_draft_inputs(drafts: DraftInputs, windows: Tensor, num_rows: int) -> N
 
 
 def windows_with_drafts(windows: Tensor, drafts: DraftInputs | None, exists: Tensor) -> Tensor:
-    """Append the inputs in the requests' buffers to their windows.
+    """Return the windows with the inputs in the requests' buffers appended.
 
     Args:
         windows: [requests, inputs, channels], or [layers, requests, inputs, channels].

@@ -1,7 +1,7 @@
 """Memory layout of state slots and KV blocks: shapes, sizes, and views of the device memory.
 
 The KV buffer has the shape [2, layers, blocks, block size, kv heads, head dim]: keys, then values. Each state tensor is
-[layers, slots, ...]. They are views of one allocation, which is split into slabs. Within a slab, the layers of a block
+[layers, slots, ...]. All are views of one allocation, which is split into slabs. Within a slab, the layers of a block
 are contiguous, and so are the layers of a slot.
 """
 

@@ -16,7 +16,7 @@ from .pool import StatePool
 from .slot_allocator_context import NoReservations, PromptRequest, SlotAllocatorContext, StepReservations
 
 MAX_INTERMEDIATE_OFFSETS_PER_REQUEST = 3
-"""Maximum number of boundaries per prompt without a stride: end of the KV match, second to last and last boundary."""
+"""Maximum number of boundaries per prompt without a stride: the end of the KV match and the last two boundaries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,9 @@ class _StoredOffset:
 
 
 class StateSlotAllocator:
-    """Allocator of slots for the Mamba states at the ends of KV blocks, on top of an engine's state and slot pools.
+    """Allocator that assigns slots of an engine's pools to the Mamba states at the ends of KV blocks.
 
-    Methods have the signatures and results of Megatron's class, such as -1 for a missing slot.
+    The methods have the signatures of Megatron's allocator and return the same results, such as -1 for a missing slot.
     """
 
     def __init__(
@@ -51,8 +51,8 @@ class StateSlotAllocator:
     def allocate_slots_batch(self, block_ids: Sequence[int]) -> list[int]:
         """Return a slot for each block; evict the states with the lowest priority if needed.
 
-        A block that occurs twice gets one slot. The caller must write a new slot before a request can match it: in an
-        engine, before the next step.
+        A block that occurs twice gets one slot. The caller must write a new slot before a request can match it; in an
+        engine, this means before the next step.
 
         Raises:
             CacheCapacityError: If there are too few slots; no slot is allocated or evicted in this case.
@@ -118,7 +118,7 @@ class StateSlotAllocator:
         """Write one layer's state to the slot of a block.
 
         Raises:
-            ValueError: If the block has no slot, the layer does not exist, or a state has another shape than the pool.
+            ValueError: If the block has no slot, the layer does not exist, or a state's shape differs from the pool's.
         """
         slot, cached = self.get_slot(block_id), self.state_pool.cached
         if slot < 0:
@@ -168,11 +168,12 @@ class StateSlotAllocator:
         matched_block_ids: Sequence[int],
         overall_required_blocks: int,
     ) -> None:
-        """Reserve slots for the block boundaries in a prefill chunk whose states should be cached but are not yet.
+        """Reserve slots for the states to be cached at block boundaries in a prefill chunk.
 
         The chunk has `prefill_chunk_length` tokens, starting at `req.finished_chunk_token_count`. Its first
-        `skip_tokens` need no prefill; offsets count from the first token after them. If no slot is available, the
-        boundary is skipped. The last two arguments are unused; they are part of Megatron's signature.
+        `skip_tokens` need no prefill; offsets count from the first token after them. Boundaries that already have a
+        state are skipped, and so are the remaining boundaries if no slot is available. The last two arguments are
+        unused; they are part of Megatron's signature.
         """
         chunk_start = req.finished_chunk_token_count
         start = chunk_start + skip_tokens
@@ -195,8 +196,8 @@ class StateSlotAllocator:
     def get_intermediate_gpu_data(self) -> tuple[Tensor, Tensor] | tuple[None, None]:
         """Return the boundaries reserved in the current step: offsets [prefills, k] int32 and counts [prefills] int32.
 
-        Offsets are padded with 0. k is the largest count, but at least `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`; or with
-        a boundary stride, at least ceil(max_tokens / block size). Both are None if no boundary is reserved.
+        Both are None if no boundary is reserved. Offsets are padded with 0. k is the largest count, but at least
+        `MAX_INTERMEDIATE_OFFSETS_PER_REQUEST`, or ceil(max_tokens / block size) if the boundary rule has a stride.
         """
         rows = [[item.offset for item in self._stored[index]] for index in sorted(self._stored)]
         rows = rows or self._reservations.boundary_offsets()
@@ -243,7 +244,7 @@ class StateSlotAllocator:
         return self.context.mamba_conv_states, self.context.mamba_ssm_states
 
     def _sent(self, src: Sequence[int], dst: Sequence[int]) -> Tensor:
-        """Copy `src` and `dst` to the pool's device as one tensor, [2, n] int32."""
+        """Copy `src` and `dst` to the pool's device as one int32 tensor [2, n]."""
         return torch.tensor([list(src), list(dst)], dtype=torch.int32).to(self.state_pool.device)
 
     def _live_slot(self, request_idx: int) -> int:

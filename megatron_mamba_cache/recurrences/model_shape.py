@@ -43,7 +43,7 @@ class HybridModelShape:
         num_heads, num_kv_heads: Number of query heads and of KV heads.
         softmax_scale: Factor for attention scores.
         fingerprint: Hash of the architecture; equal on all ranks.
-        layer_weights: Average number of weights per layer on this rank that each token uses; 0: unknown.
+        layer_weights: Average number of weights that a token uses per layer on this rank; 0: unknown.
         waits_for_experts: True if the host waits for the routing result within a step.
         kv_scales: Scales of FP8 keys and values, one entry per attention layer on this rank; empty: all are 1.0.
     """
@@ -101,7 +101,8 @@ class HybridModelShape:
     def scan_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Return the maximum scratch memory in bytes for one layer's prefill scan; excludes memory needed per token.
 
-        In each request, only the last chunk may be short. Only one request per step starts within a chunk.
+        This assumes that only the last chunk of a request is short, and that only one request per step starts within a
+        chunk.
         """
         num_chunks = min(num_tokens // self.grain + num_requests + 1, num_tokens)
         used = (layers.recurrence for layers in self.recurrent if layers.layers)
@@ -113,7 +114,7 @@ class HybridModelShape:
         return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
-        """Return the layout of a live slot; its conv windows hold draft inputs too if draft states are in slots."""
+        """Return the layout of a live slot; if draft states are in slots, conv windows have space for draft inputs."""
         return SlotLayout.of(self.state_groups(config), config.num_draft_slots)
 
     def cached_layout(self, config: CacheConfig) -> SlotLayout:
@@ -186,7 +187,7 @@ class HybridModelShape:
         budget.
 
         Args:
-            gather: Function that exchanges `unit_bytes` between all ranks of the model. It is called once.
+            gather: Function that takes this rank's `unit_bytes` and returns those of all ranks; it is called once.
         """
         config = self.with_forms(config)
         slab = SlabShape.fitting(gather(self.unit_bytes(config)))
@@ -219,7 +220,7 @@ class HybridModelShape:
         return config.replays and not config.quantizes_states
 
     def request_bytes(self, config: CacheConfig) -> int:
-        """Return the minimum memory in bytes for a running request with replay: a state, a KV block and a buffer."""
+        """Return the minimum memory in bytes for a running request: a state, a KV block and a replay buffer."""
         unit = self.unit_bytes(config)
         return unit.state + unit.block + self.request_buffer_bytes(config)
 
@@ -230,7 +231,7 @@ class HybridModelShape:
         return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
 
     def check(self, config: CacheConfig) -> None:
-        """Raise `ValueError` if the block size does not match the model's chunk size."""
+        """Raise a `ValueError` if the block size is not a multiple of the model's chunk size."""
         if config.prefix_caching and config.block_size_tokens % self.grain:
             raise ValueError(
                 f"block_size_tokens must be a multiple of the recurrence's chunk size {self.grain}, found "

@@ -31,7 +31,7 @@ class StateMove:
 
     @property
     def is_in_place(self) -> bool:
-        """True if cached states are slots of the same tensor."""
+        """True if source and target are the same tensor."""
         return self.target is self.source
 
     @property
@@ -94,7 +94,7 @@ def _windows(move: StateMove, keeps: Tensor, slots: Tensor, shift: Tensor) -> Te
 
 
 def check_moves(moves: Sequence[StateMove], num_rows: int) -> None:
-    """Raise a `ValueError` unless one align copy can make all of these moves."""
+    """Raise a `ValueError` unless all moves are valid and a single align copy can process them."""
     first = moves[0]
     for move in moves:
         source = move.source
@@ -104,7 +104,7 @@ def check_moves(moves: Sequence[StateMove], num_rows: int) -> None:
                 f"found {tuple(source.shape)} on {source.device}"
             )
         if (move.is_in_place, move.num_targets) != (first.is_in_place, first.num_targets):
-            raise ValueError("all moves must stay within their pools, or all targets must have equally many slots")
+            raise ValueError("moves must all be in place, or all have separate targets with the same number of slots")
         if isinstance(move.target, QuantizedStates):
             _check_contiguous(source, "source")
             move.target.check(source)

@@ -6,8 +6,8 @@
 and no operations are fused, so all kernels that quantize states, and the reference, write the same bits. If the scale
 of a channel would be denormal, the channel is stored as zeros.
 
-A tile of the restore kernel covers all rows of some channels of a head. Each resident program takes every n-th tile of
-the slots that are not padding. Safe in CUDA graphs: no host sync, one launch, grid fixed at capture.
+A tile of the restore kernel covers all rows of some channels of a head. Each of n concurrent programs takes every n-th
+tile of the slots that are not padding. Safe in CUDA graphs: no host sync, one launch, grid fixed at capture.
 """
 
 from dataclasses import dataclass
@@ -65,8 +65,9 @@ class QuantizedStates:
             is_typed = tensor.dtype in dtypes and tensor.device == pool.device
             if not is_typed or not fits or layers != states[: lead - 1]:
                 raise ValueError(
-                    f"need contiguous {name} [..., slots, {', '.join(map(str, inner))}] in {dtypes} on {pool.device}, "
-                    f"found {tensor.dtype} on {tensor.device}, {tuple(tensor.shape)} with strides {tensor.stride()}"
+                    f"{name} must be contiguous with shape [..., slots, {', '.join(map(str, inner))}] and a dtype in "
+                    f"{dtypes} on {pool.device}, found {tuple(tensor.shape)} with strides {tensor.stride()} and "
+                    f"{tensor.dtype} on {tensor.device}"
                 )
 
 
@@ -214,7 +215,7 @@ def quantize(states: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Quantize states [..., rows, channels]; return values in `dtype` and float32 scales [..., channels]."""
     states = states.to(torch.float32)
     largest = states.abs().amax(-2)
-    scales = largest / torch.full_like(largest, MOST_VALUES[dtype])  # CUDA would multiply by a scalar's inverse
+    scales = largest / torch.full_like(largest, MOST_VALUES[dtype])  # on CUDA, division by a scalar is inexact
     scales = torch.where(scales < _LEAST_SCALE, 0.0, scales)
     values = states / torch.where(scales == 0, 1.0, scales)[..., None, :]
     return (torch.floor(values + 0.5) if dtype == torch.int8 else values).to(dtype), scales

@@ -1,9 +1,11 @@
 """Split the requests of a scan into tiles at absolute token positions.
 
-A request consists of chunks, and each chunk is split into tiles of 64 tokens, 16 for float32. Splits are at absolute
-positions, so only the first tile of a request may start, and only its last tile may end, between two splits. (The
-absolute position is unknown if a request has only one chunk; that chunk is split from its start.) Chunk c has the tile
-numbers from c * per_chunk on. A short first chunk uses the last of its numbers, so a request's numbers are consecutive.
+Each chunk of a request is split into tiles of 64 tokens (16 for float32), at positions that are multiples of the tile
+length in the whole sequence. So only the first tile of a request may start, and only its last tile may end, at another
+position. A request with a single chunk is split from its first token, because its absolute position is unknown.
+
+Chunk c has the tile numbers c * per_chunk to (c + 1) * per_chunk - 1. A short first chunk uses the last of its numbers,
+so the numbers of a request's tiles are consecutive.
 """
 
 from dataclasses import dataclass

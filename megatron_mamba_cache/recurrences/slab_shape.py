@@ -8,7 +8,7 @@ _ALIGNMENT = 256
 _FEW = 16
 _MOST_UNITS = 4096
 _SMALL_LOSS = 0.03
-_ANY_NUMBER = 2**40  # stands for "unlimited": other ranks set the limit
+_ANY_NUMBER = 2**40  # no limit on this rank; the other ranks limit the number
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class SlabShape:
         return fitting[0] if fitting else min(shapes, key=lambda shape: shape.loss(measured))
 
     def slab_bytes(self, unit: UnitBytes) -> int:
-        """Return the size of a slab in bytes on a rank, such that blocks and states in it are aligned."""
+        """Return the size of a slab in bytes on a rank, chosen so that blocks and states in it are aligned."""
         row = math.lcm(_ALIGNMENT, unit.token_row or 1, unit.state_row or 1)
         grain = row * math.lcm(self.blocks_per_slab, self.slots_per_slab)
         needed = max(self.blocks_per_slab * unit.block, self.slots_per_slab * unit.state)
@@ -63,10 +63,10 @@ class SlabShape:
         return max(num_bytes - unit.block, 0) // slab_bytes if slab_bytes else _ANY_NUMBER
 
     def slabs_of_request(self, num_blocks: int, num_states: int) -> int:
-        """Return the number of slabs that one request may need for its KV blocks and states.
+        """Return the maximum number of slabs that one request can need for its KV blocks and states.
 
-        One of the `num_states` states is cached; the rest are live and draft states. These never move, so each may be
-        the only state left in a slab that other requests shared; KV blocks cannot use the rest of such a slab.
+        One of the `num_states` states is cached; the others are live and draft states, which never move. Each of these
+        may be the last state left in a slab, and the rest of that slab cannot hold KV blocks.
         """
         packed = -(-num_states // self.slots_per_slab)
         return -(-num_blocks // self.blocks_per_slab) + max(packed, num_states - 1)
@@ -106,7 +106,7 @@ class MemorySizes:
     running: int = 0
 
     def by_use(self, slots: Mapping[str, int], blocks: Mapping[str, int], slabs: Mapping[str, int]) -> dict[str, int]:
-        """Return the memory in bytes by use; `unusable` bytes do not fit a whole block or state in their slab.
+        """Return the memory in bytes for each use; `unusable` is the rest of each slab after its last block or state.
 
         Args:
             slots: Number of states by owner.

@@ -1,8 +1,9 @@
 """Copy whole state slots, with all layers and state tensors, in one launch.
 
-Layout: as in `slot_tiles`, with one time per slot and layer, so the tensors' inner shapes do not matter. Each resident
-program reads all slot numbers, skips padding, and copies every n-th tile of the rest, so a single slot uses the whole
-device. Safe in CUDA graphs: no host sync, one launch, grid fixed at capture.
+Layout: as in `slot_tiles`. Each layer of a slot is copied as a flat array, so the tensors' inner shapes do not matter.
+Grid: as many programs as can run concurrently. Each reads all slot numbers, skips padding, and copies every n-th tile
+of the rest, so a single slot uses the whole device. Safe in CUDA graphs: no host sync, one launch, grid fixed at
+capture.
 """
 
 from collections.abc import Sequence

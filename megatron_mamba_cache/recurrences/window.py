@@ -21,7 +21,7 @@ class WindowStorage:
         self._live = live
 
     def layer(self, index: int) -> None:
-        """Return None: all draft states are in slots."""
+        """Return None, because all draft states are in slots."""
 
     def cache_boundaries(self, stored: StoredStates, replay: object, rows: AlignBatch, block_size: int) -> None:
         """Cache the state of each request that reached a block boundary, with an align copy."""
@@ -58,7 +58,7 @@ def accepted_columns(states: Sequence[LiveState], device: torch.device) -> tuple
 
 
 def columns_of(lines: Sequence[Sequence[int]]) -> Tensor:
-    """Return equally long `lines` as int32 columns, padded to a multiple of 4 so that kernels are compiled once."""
+    """Transpose equally long `lines` to int32 columns; pad them to a multiple of 4 for 16-byte alignment."""
     table = torch.full((len(lines[0]), -(-len(lines) // 4) * 4), PAD_SLOT, dtype=torch.int32)
     table[:, : len(lines)] = torch.tensor(lines, dtype=torch.int32).T
     return table

@@ -12,7 +12,7 @@ from .coordinator_secrets import JoiningSecret
 
 _LOOPBACK = "127.0.0.1"
 REMEDY = (
-    "give all of them --coordinator-key-file FILE (made with: (umask 077; openssl rand -hex 32 > FILE); from Python "
+    "give all processes --coordinator-key-file FILE (made with: (umask 077; openssl rand -hex 32 > FILE); from Python "
     "RoutingSettings(key_file=...)), or --insecure-coordinator (insecure=True) on a network that you trust"
 )
 

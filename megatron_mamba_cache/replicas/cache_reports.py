@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class CacheReports:
-    """Reports to the coordinator which boundaries a replica has cached or dropped since the last report."""
+    """Reports to the coordinator which prefixes a replica has cached or evicted since the last report."""
 
     def __init__(self, context: MambaCacheContext, link: "ReplicaLink") -> None:
         self._context = context
@@ -22,11 +22,11 @@ class CacheReports:
             self.watch()
 
     def watch(self) -> None:
-        """Start recording changes, after the context has allocated its memory."""
+        """Start recording changes of the cache; call after the context has allocated its memory."""
         self._context.cache.slots.observe(self._journal)
 
     def note_freed(self) -> None:
-        """Record that the context freed its memory, which drops all cached boundaries."""
+        """Record that the context has freed its memory, and all cached prefixes with it."""
         self._journal.flushed()
 
     def send(self) -> None:

@@ -47,7 +47,7 @@ class CurveChannel(Channel):
     def __init__(self, secret: bytes) -> None:
         if not zmq.has("curve"):
             raise ModuleNotFoundError(
-                "pyzmq is installed without CURVE, which keys need: pip install --force-reinstall pyzmq"
+                "a coordinator key needs a pyzmq with CURVE; install one: pip install --force-reinstall pyzmq"
             )
         self._server = KeyPair.derive(secret, b"server")
         self._client = KeyPair.derive(secret, b"client")
@@ -71,7 +71,7 @@ class CurveChannel(Channel):
         return authenticator.stop
 
     def callback(self, _domain: str, client_key: bytes) -> bool:
-        """Return whether a client's public key is the one derived from the secret; called by pyzmq."""
+        """Return True if a client's public key is the one derived from the secret; called by pyzmq."""
         return client_key == self._client.public
 
 

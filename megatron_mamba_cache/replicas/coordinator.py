@@ -48,7 +48,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         tokenizer: Object with `tokenize`, `detokenize` and `bos`.
         inference_coordinator_port: Preferred port; another free port is used if it is taken. None: any free port.
         num_replicas: Number of replicas for which `wait_for_replicas` waits.
-        starter_has_left: Function that returns whether the process that started this coordinator no longer needs it.
+        starter_has_left: Returns True once the process that started this coordinator no longer needs it.
             The coordinator also assumes this if its parent process ends.
     """
 
@@ -134,7 +134,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         Clients get a repeated answer to CONNECT, which they ignore.
         """
         self._send_all(self._members.identities, PROBE)
-        self._send_all(self._members.dead_identities, FENCED)  # so that idle processes of dead replicas learn it too
+        self._send_all(self._members.dead_identities, FENCED)  # notifies idle processes of dead replicas
         self._send_all(self._clients, _CONNECTED)
 
     def _handle_frames(self, frames: list[bytes]) -> None:
@@ -186,7 +186,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         try:
             hello = hello_of(greeting)
             if not hmac.compare_digest(hello.proof.encode(), self._mailbox.proof.encode()):
-                raise WireError("the hello lacks the coordinator's secret; start replicas as the coordinator's user")
+                raise WireError("the hello message lacks the secret; start replicas as the coordinator's user")
             replica = self._members.greet(sender, hello)
         except WireError:
             if self._members.is_dead(sender):
@@ -210,7 +210,7 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
         self._router.publish(replica.name, report.changes.published)
 
     def _lose(self, identity: bytes, reason: str) -> None:
-        """Remove a dead replica and its domain, and send their requests to other replicas."""
+        """Remove a dead replica and all replicas in its domain; send their requests to other replicas."""
         buried = self._members.bury(identity)
         names = {replica.name for replica in buried}
         orphans = [request for request in self._in_flight if request.replica in names]
@@ -218,7 +218,8 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             logger.error("replica %s is dead: %s", replica.name, reason)
             self._router.leave(replica.name)
             self._send_all(replica.members.values(), FENCED)  # remaining members cannot continue alone
-        for request in orphans:  # unassign all before sending any: a failed send may drop other requests of the client
+        # Unassign all requests before sending any, because a failed send may drop other requests of the client.
+        for request in orphans:
             request.replica = None
         for request in orphans:
             self._dispatch(request)

@@ -93,8 +93,8 @@ def read_key_file(path: str | os.PathLike[str]) -> bytes:
         raise ValueError(f"key file {path} is open to other users (mode {mode & 0o777:03o}); run chmod 600 {path}")
     if len(text) != 2 * _NUM_BYTES or not all(digit in "0123456789abcdefABCDEF" for digit in text):
         raise ValueError(
-            f"key file {path} has {len(text)} characters that are not {2 * _NUM_BYTES} hexadecimal digits; make one "
-            f"with {_MAKE}"
+            f"key file {path} must contain {2 * _NUM_BYTES} hexadecimal digits, found {len(text)} characters; "
+            f"create one with {_MAKE}"
         )
     return bytes.fromhex(text)
 

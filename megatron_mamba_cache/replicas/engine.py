@@ -36,9 +36,9 @@ class ReplicaEngine(MambaCacheEngine):
     """Engine that serves requests from a coordinator and reports its cached prefixes to the coordinator.
 
     Without a coordinator, it works like `MambaCacheEngine`. Values for which Megatron's protocol has no field are sent
-    as additional sampling parameters. A client may add a spec, as in `sampling.add_attributes({"spec": {"tenant":
-    "red"}})`. The sampling parameters of a reply contain `cached_tokens`, `cached_tokens_from_host`,
-    `cached_tokens_from_disk` and `replica`.
+    as additional sampling parameters. A client may add fields of `RequestSpec`, as in
+    `sampling.add_attributes({"spec": {"tenant": "red"}})`. The sampling parameters of a reply contain `cached_tokens`,
+    `cached_tokens_from_host`, `cached_tokens_from_disk` and `replica`.
     """
 
     socket_for_receiving_requests: Any
@@ -199,7 +199,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     def schedule_requests(self) -> int:
-        """Read the coordinator's messages and return their number; send it changes in cache and state."""
+        """Read the coordinator's messages and return their number; report cached prefixes and engine state to it."""
         num_messages: int = super().schedule_requests()
         if not self.is_mp_coordinator:
             self._link.drain()
@@ -236,7 +236,7 @@ class ReplicaEngine(MambaCacheEngine):
         return report
 
     def _before_report(self, step_result: Any) -> None:
-        """Report cached prefixes before replies, so that the coordinator can route follow-up requests to them."""
+        """Report cached prefixes before the replies, so that the coordinator can use them for follow-up requests."""
         if self.use_coordinator:
             finished = [] if step_result is None else step_result["finished_request_ids"].tolist()
             for request_id in [*finished, *self.failed_request_ids]:
@@ -271,7 +271,7 @@ class ReplicaEngine(MambaCacheEngine):
 
     @override
     async def _ep_group_has_work(self, local_work: int) -> bool:
-        """Return whether the expert-parallel group runs a step, as Megatron's loop requires.
+        """Return True if the expert-parallel group runs a step now; called by Megatron's loop.
 
         On a rank without work, first report the requests that have failed.
         """
@@ -307,7 +307,7 @@ class ReplicaEngine(MambaCacheEngine):
         return highest
 
     def _send_unreported(self) -> None:
-        """Send the replies of requests that ended in a step that raised afterwards."""
+        """Send the replies of requests that ended in a step which then raised an error."""
         if self._unreported and self.is_mp_coordinator:
             import msgpack
 

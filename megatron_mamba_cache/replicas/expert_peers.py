@@ -1,4 +1,4 @@
-"""Decide, together with the expert-parallel ranks, if they all run a step now.
+"""Agree with the other expert-parallel ranks on whether to run a step now.
 
 This module must not import pyzmq, because the engine imports it.
 """
@@ -24,7 +24,7 @@ class Standing(IntEnum):
 
 
 async def all_step(mine: Standing, highest: Callable[[Standing], Awaitable[int]]) -> bool:
-    """Return whether the expert-parallel group runs a step now; all of its ranks call this before each step.
+    """Return True if the expert-parallel group runs a step now; all of its ranks must call this before each step.
 
     If this rank has stopped, wait until all other ranks have stopped, too.
 

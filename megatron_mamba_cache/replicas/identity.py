@@ -1,4 +1,4 @@
-"""Agree within a launch on the replica that each process belongs to, and on the coordinator's address."""
+"""Assign each process of a launch to a replica, and share the coordinator's address among them."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaIdentity:
-    """Replica to which a process belongs, its rank in that replica, and the coordinator's address.
+    """Identity of a process: its replica, its rank in that replica, and the coordinator's address.
 
     Args:
         replica: Name of the replica, unique across all launches.
@@ -32,7 +32,7 @@ class ReplicaIdentity:
 
 
 def starts_coordinator(groups: Any) -> bool:
-    """Return whether this process is the one in its launch that starts a coordinator."""
+    """Return True if this process is the one that starts the coordinator of its launch."""
     return _is_first_member(groups) and get_pg_rank(groups.dp) == 0
 
 
@@ -56,13 +56,13 @@ def check_ranks(groups: Any, access: "Access") -> None:
     """Check that the processes of a launch can reach each other and have the same access rules.
 
     Raises:
-        ValueError: On all processes, otherwise.
+        ValueError: If not; raised on all processes.
     """
     ranks = {(host_identity(), access.fingerprint)}
     for group in (groups.mp, groups.dp):
         ranks = set().union(*_gathered(ranks, group))
     if len({fingerprint for _, fingerprint in ranks}) > 1:
-        raise ValueError("the access rules differ between ranks: give all of them the same key file, or none")
+        raise ValueError("the access rules differ between ranks; give all ranks the same key file, or none")
     access.check_hosts([host for host, _ in ranks])
 
 
@@ -77,8 +77,8 @@ def agree_on_identity(groups: Any, address: str | None) -> ReplicaIdentity:
     """Name the replicas and share the coordinator's address; all processes of the launch must call this function.
 
     Args:
-        address: Coordinator's address; required on the process that started the coordinator, or else on all
-            processes. None on all other processes.
+        address: Coordinator's address. If a process of this launch started the coordinator, only that process gives
+            the address, and the others pass None. Otherwise, all processes give it.
     """
     shared: list[Any] = [address, uuid4().hex]  # overwritten by the broadcast
     dist.broadcast_object_list(shared, src=get_pg_src_rank(groups.dp), group=groups.dp)

@@ -10,7 +10,7 @@ from .wire import Hello, WireError
 
 @dataclass(slots=True)
 class Replica:
-    """Replica that the coordinator knows; some of its processes may not have joined yet.
+    """A replica registered with the coordinator; some of its processes may not have joined yet.
 
     Args:
         members: Socket identity of each process that has joined, keyed by rank; rank 0 receives the requests.
@@ -73,7 +73,7 @@ class Membership:
         return None if name is None else self._replicas[name]
 
     def is_dead(self, identity: bytes) -> bool:
-        """Return whether a socket belongs to a dead replica."""
+        """Return True if a socket belongs to a dead replica."""
         return identity in self._dead_sockets
 
     def greet(self, identity: bytes, hello: Hello) -> Replica:
@@ -91,11 +91,11 @@ class Membership:
             replica = Replica(hello.replica, hello.num_members, hello.domain)
         if (replica.num_members, replica.domain) != (hello.num_members, hello.domain):
             raise WireError(
-                f"a member of {hello.replica} reports {hello.num_members} members; others report another number "
-                "or domain"
+                f"a process of {hello.replica} reports {hello.num_members} processes and domain {hello.domain!r}, but "
+                f"others report {replica.num_members} processes and domain {replica.domain!r}"
             )
         if hello.member in replica.members or identity in self._name_of:
-            raise WireError(f"member {hello.member} of {hello.replica} has already joined")
+            raise WireError(f"rank {hello.member} of {hello.replica} has already joined")
         self._replicas[hello.replica] = replica
         replica.members[hello.member] = identity
         self._name_of[identity] = hello.replica

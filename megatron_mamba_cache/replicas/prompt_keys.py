@@ -59,7 +59,7 @@ def prompt_tokens(prompt: Any, tokenizer: Any, add_bos: bool) -> list[int]:
 
 
 def _are_int32(tokens: list[Any]) -> bool:
-    """Return whether all tokens are 32-bit integers; fast, because it avoids a Python loop."""
+    """Return True if all tokens are 32-bit integers; checked without a Python loop, for speed."""
     if [*map(type, tokens)] != [int] * len(tokens):
         return False
     try:

@@ -91,8 +91,8 @@ class ReplicaLink:
             message = self._receive(flags)
             if message == FENCED:
                 raise ReplicaFencedError(
-                    "the coordinator has declared this replica dead: it could not be reached, or one of its "
-                    "processes has ended; its requests were sent to other replicas: restart it"
+                    "the coordinator has declared this replica dead, because it could not be reached or one of its "
+                    "processes has ended; its requests were sent to other replicas; restart this replica"
                 )
             self._is_welcome = self._is_welcome or message == WELCOME
             if message not in (PROBE, WELCOME):
@@ -172,7 +172,7 @@ def messages_within(max_bytes: int, message: bytes) -> Iterator[bytes]:
 
 
 def reports_within(max_bytes: int, report: KeyReport) -> Iterator[bytes]:
-    """Yield a report as one or several messages, in order, each of at most `max_bytes` or with a single key."""
+    """Yield a report as one or more messages, in order; each has at most `max_bytes`, unless it has only one key."""
     changes, salt, flushed = report.changes, report.salt, report.changes.were_flushed
     most = max((max_bytes - _REPORT_BYTES) // KEY_BYTES, 1)
     dropped, published = changes.dropped, changes.published

@@ -1,4 +1,4 @@
-"""Registry of unfinished requests, with all that is needed to send them again if their replica dies."""
+"""Registry of unfinished requests, with the data needed to send them again if their replica dies."""
 
 import time
 from collections import defaultdict
@@ -136,8 +136,9 @@ class RequestsInFlight:
         of_client = self._bytes_of[request.client]
         if of_client > self._max_bytes // _CLIENTS_SHARE or self._num_bytes > self._max_bytes:
             raise PendingLimitError(
-                f"{of_client} bytes of this client's requests and {self._num_bytes} of all are unfinished, more than "
-                f"a quarter or all of max_pending_bytes={self._max_bytes}; wait for answers before sending more"
+                f"this client's unfinished requests have {of_client} bytes (limit {self._max_bytes // _CLIENTS_SHARE}) "
+                f"and those of all clients {self._num_bytes} bytes (limit max_pending_bytes={self._max_bytes}); wait "
+                "for replies before sending more"
             )
 
     def remove(self, request: RequestInFlight) -> None:

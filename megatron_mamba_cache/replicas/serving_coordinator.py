@@ -68,7 +68,7 @@ class ServingCoordinator(PrefixCoordinator):
     def _flush(self, body: list[Any]) -> None:
         (weights_version,) = body
         if not isinstance(weights_version, str | None):
-            raise WireError(f"the weights version is {weights_version!r:.50}; it must be text or None")
+            raise WireError(f"the weights version is {weights_version!r:.50}; it must be a string or None")
         request_id, self.next_request_id = self.next_request_id, self.next_request_id + 1
         for replica in self._members.serving:
             self._send(replica.identity, pack_flush(request_id, weights_version))

@@ -107,7 +107,7 @@ def hello_of(body: Any) -> Hello:
     """Parse the body of a "hello" message; raise `WireError` if it is invalid."""
     fields = _fields(body, {"replica": str, "member": int, "num_members": int, "domain": str, "proof": str})
     if max(len(fields[name]) for name in ("replica", "domain", "proof")) > _MOST_CHARACTERS:
-        raise WireError(f"a name in the hello has more than {_MOST_CHARACTERS} characters")
+        raise WireError(f"a name in the hello message has more than {_MOST_CHARACTERS} characters")
     if not 0 <= fields["member"] < fields["num_members"]:
         raise WireError(f"member is {fields['member']}; it must be less than num_members={fields['num_members']}")
     return Hello(**fields)

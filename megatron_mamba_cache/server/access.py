@@ -25,7 +25,7 @@ class Entrance:
     """Outermost ASGI middleware; records each request as an `Exchange` in `scope["exchange"]`.
 
     A request ends when the last byte of its response is in the kernel's send buffer, or when the client disconnects.
-    `on_end` is then called with the exchange; this includes health probes.
+    `on_end` is then called with the exchange, for health probes too.
     """
 
     def __init__(self, app: ASGIApp, log: AccessLog, on_end: Callable[[Exchange], None]) -> None:
@@ -51,7 +51,7 @@ class Entrance:
             self._end(exchange)
 
     def cut_off(self) -> None:
-        """Mark all open requests as cut off by the server's shutdown."""
+        """Mark all open requests as interrupted by the server's shutdown."""
         for exchange in self._open.values():
             exchange.is_cut_off = True
 
@@ -84,7 +84,7 @@ class Entrance:
 
 
 class _Response:
-    """Sender of one request's response; records the response status and delivery failures in the exchange.
+    """Sends the response to one request; records its status and any delivery failure in the request's `Exchange`.
 
     `connection` is None if the application runs in a server other than `DrainingServer`. Each complete response
     then counts as delivered.
@@ -98,7 +98,7 @@ class _Response:
         self._delivery: asyncio.Future[bool] | None = None
 
     async def send(self, message: Message) -> None:
-        """Send an ASGI message; add the request's id to the response headers."""
+        """Send an ASGI message; if it starts the response, add headers with the request's id."""
         exchange = self._exchange
         if message["type"] == "http.response.start":
             exchange.status = message["status"]
@@ -123,7 +123,7 @@ class _Response:
 
 
 def _kind(exchange: Exchange) -> str:
-    """Return the outcome of a request, as named in `Entrance.summary`."""
+    """Return the outcome of a request, such as "served" or "refused", for the counts in `Entrance.summary`."""
     if exchange.is_cut_off:
         return "cut off"
     if exchange.status == CLIENT_CLOSED_REQUEST:
@@ -140,7 +140,7 @@ _OPEN_PATHS = ("/health", "/ping")
 _ADMIN_PATHS = ("/admin", "/metrics", "/dashboard")
 """Paths that need an administrator's key. Any API key gives access to all other paths."""
 _SERVED_PATHS = ("/v1", "/admin", "/tokenize", "/detokenize", "/tokenizer_info")
-"""Paths that return 503 unless the server is ready, and whose request bodies have a size limit."""
+"""Paths that return 503 unless the server is ready. Their request bodies have a size limit."""
 _METHODS = ("GET", "POST")
 _EXPOSED = ("X-Request-Id", "Request-Id", "Retry-After")
 
@@ -198,7 +198,7 @@ class AccessControl:
         origin = headers.get("origin")
         if is_for_admins(path) and origin and urlsplit(origin).netloc != headers.get("host", ""):
             raise ApiError(
-                403, f"pages of other origins may not use this path, found Origin {origin}", "foreign_origin"
+                403, f"pages from other origins may not use this path; the Origin header is {origin}", "foreign_origin"
             )
         if not _is_below(path, _SERVED_PATHS):
             return

@@ -15,14 +15,15 @@ _ANY_OBJECT = {"type": "object"}
 
 
 def _schema(found: Any) -> Any:
-    """Return a JSON schema as an object; parse it if the client sent it as text."""
+    """Return the JSON schema in `found`; if the client sent it as a string, parse it first."""
     if isinstance(found, str):
         try:
             found = strict_value(found)
         except ValueError as error:
-            raise schema_error("no_schema", f"it is not JSON: {error}") from error
+            raise schema_error("no_schema", f"the text is not valid JSON: {error}") from error
     if not isinstance(found, dict | bool):
-        raise schema_error("no_schema", f"need a JSON schema (an object, true or false), found {type(found).__name__}")
+        sentence = f"the value must be a JSON schema (an object, true or false), found {type(found).__name__}"
+        raise schema_error("no_schema", sentence)
     return found
 
 
@@ -51,7 +52,7 @@ class ResponseFormat(BaseModel):
     json_schema: NamedSchema | None = None
 
     def grammar(self) -> Grammar | None:
-        """Return the grammar that constrains the answer; return None if any text is allowed."""
+        """Return the grammar that constrains the answer; None if any text is allowed."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -73,7 +74,7 @@ class StructuredOutputs(PartlySupported):
     json_object: Flag | None = None
 
     def grammars(self) -> dict[str, Grammar]:
-        """Return the grammars of the constraints that are set, by field name."""
+        """Return one grammar for each constraint that is set, by field name."""
         found = {}
         if self.json_schema is not None and not isinstance(self.json_schema, str):
             found["json"] = json_grammar(self.json_schema)
@@ -100,7 +101,7 @@ class AnswerFields(PartlySupported):
 
     @cached_property
     def answer(self) -> tuple[str, Grammar] | None:
-        """Pair (name of the field that constrains the answer, grammar); None if any text is allowed."""
+        """Constraint on the answer, as (name of the request field, grammar); None if any text is allowed."""
         return next(iter(self._answers.items()), None)
 
     @cached_property

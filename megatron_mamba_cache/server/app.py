@@ -42,7 +42,7 @@ from .transcripts import Transcripts
 
 _UNREADABLE_TO_FASTAPI = "There was an error parsing the body"
 _UNREADABLE = bad_request(
-    "the body is not valid JSON: it is not UTF-8, is nested too deeply or has a number that is too long",
+    "the body is not valid JSON: it is not UTF-8, is nested too deeply, or has a number with too many digits",
     code="invalid_json",
 )
 _NUM_TOKENIZING = 2  # number of tokenizer threads; a small number leaves CPU time for the engine
@@ -94,7 +94,7 @@ class Server:
         self.app = Entrance(app, settings.access_log, self._note_exchange)
 
     def drain(self) -> None:
-        """Refuse new requests and requests with an incomplete body; accepted requests continue."""
+        """Refuse new requests, including those with an incomplete body; let accepted requests continue."""
         self.rules.is_draining = True
         self.bodies.stop()
 
@@ -117,7 +117,7 @@ class Server:
         prompt, reply = job.prompts[choice.prompt_index], choice.reply
         text, token_ids = reply.exact()
         self._reader.remember(job.tenant, prompt, text, token_ids)
-        if reply.is_whole and (reply.is_parsed or reply.text != reply.text.strip()):  # the template may rewrite it
+        if reply.is_whole and (reply.is_parsed or reply.text != reply.text.strip()):  # templates may change it
             await self.rules.threads.run(job.tenant.owner, partial(self._remember_rewritten, job.tenant, prompt, reply))
 
     def _remember_rewritten(self, tenant: Tenant, prompt: Prompt, reply: Reply) -> None:

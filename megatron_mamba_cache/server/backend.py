@@ -16,15 +16,15 @@ EndReason = Literal["stop", "length", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """New tokens of one reply from one step, and the request's counters so far."""
+    """Tokens that one step added to a reply, and the counters of its request so far."""
 
     tokens: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()  # log-prob of each new token; empty unless requested
     alternatives: tuple[Mapping[int, float], ...] = ()  # top-n log-probs for each new token, by token id
-    prompt_log_probs: tuple[float, ...] = ()  # for all prompt tokens but the first; sent with the first new token
+    prompt_log_probs: tuple[float, ...] = ()  # of all prompt tokens but the first; sent with the first new token
     prompt_alternatives: tuple[Mapping[int, float], ...] = ()
-    prompt_scores: tuple[ScoredToken, ...] = ()  # log-probs of the prompt with ranks and token ids
-    cached_tokens: int = 0  # prompt tokens that needed no prefill at the first admission
+    prompt_scores: tuple[ScoredToken, ...] = ()  # the prompt's log-probs, with ranks and token ids
+    cached_tokens: int = 0  # number of prompt tokens that needed no prefill at the first admission
     cached_tokens_from_host: int = 0  # number of cached tokens restored from host memory
     cached_tokens_from_disk: int = 0  # number of cached tokens restored from disk
     written_tokens: int = 0  # number of prompt tokens that the request added to the cache
@@ -49,7 +49,10 @@ class BackendState:
 
 
 class Backend(Protocol):
-    """Interface to the engines. Call all methods in the event loop; only `flush` and `stop` may wait for a step."""
+    """Interface to the engines. Call all methods in the event loop.
+
+    Only `flush` and `stop` may wait until the current step ends.
+    """
 
     max_sequence_length: int
     """Maximum number of prompt and generated tokens in a request."""
@@ -57,29 +60,29 @@ class Backend(Protocol):
     """Grammar compiler, usable from any thread."""
 
     async def start(self) -> None:
-        """Start the engines; `deliver` callbacks will run in the current event loop. Do not wait for the warmup."""
+        """Start the engines without waiting for their warmup; the current event loop will run `deliver` callbacks."""
 
     @property
     def state(self) -> BackendState:
         """Latest snapshot of the engines."""
 
     def error_of(self, spec: RequestSpec) -> str | None:
-        """Return the reason why a request can never run; return None if it can run."""
+        """Return the reason why a request can never run; None if it can run."""
 
     def submit(self, spec: RequestSpec, deliver: Callable[[Progress], None]) -> Ticket:
         """Queue a request; return a ticket that identifies it.
 
-        `deliver` is called in the event loop after each step that adds tokens. Only the last progress has an `end`.
+        `deliver` is called in the event loop after each step that adds tokens. Only the last `Progress` has `end` set.
         """
 
     def cancel(self, ticket: Ticket) -> None:
-        """Cancel a request, with effect before the next step; do nothing if the request has ended."""
+        """Cancel a request before the next step; do nothing if it has ended."""
 
     def fail_all(self, reason: str) -> None:
-        """End every request with an error before the next step."""
+        """End every request before the next step, with `reason` as the error message."""
 
     async def flush(self, weights_version: str | None) -> None:
-        """Flush the cache as `MambaCacheContext.flush` does."""
+        """Make all cached prefixes unreachable, and change the weights version unless it is None."""
 
     async def stop(self) -> None:
         """Stop the engines."""
@@ -87,7 +90,7 @@ class Backend(Protocol):
 
 @dataclass(slots=True)
 class Listener:
-    """Callback for one request's progress, with the number of tokens already delivered."""
+    """Callback that receives one request's progress, with the number of tokens delivered to it."""
 
     deliver: Callable[[Progress], None]
     end_ids: frozenset[int]  # token ids that end the reply
@@ -106,7 +109,11 @@ def by_id(named: Sequence[Mapping[str, float]]) -> tuple[dict[int, float], ...]:
 
 
 def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
-    """Return a reply's last progress with `end` set to the reason why the reply ended."""
+    """Return `progress`, a reply's last, with `end` and `error` set.
+
+    `newest` is Megatron's request object, which holds the error if the request failed. A last token in `end_ids` means
+    "stop", any other "length".
+    """
     error = failure_reason(newest)
     if error is not None:
         return replace(progress, end="error", error=error)

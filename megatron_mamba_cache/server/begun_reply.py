@@ -20,9 +20,10 @@ class BegunReply:
     token_ids: Sequence[int]  # token ids of the whole prompt
 
     def reasoning(self, form: ReasoningForm, tag_ids: Mapping[str, int], tokenizer: Any) -> PromptReasoning:
-        """Return the state of reasoning at the end of the prompt: open, done or still allowed.
+        """Return the state of reasoning at the end of the prompt; see `PromptReasoning`.
 
         Args:
+            form: The model's reasoning tags.
             tag_ids: Token ids of the reasoning tags that are single tokens.
         """
         ids = {tag_ids.get(form.open), tag_ids.get(form.close)}
@@ -40,7 +41,10 @@ class BegunReply:
 def begun_reply(
     conversation: Conversation, text: str, token_ids: Sequence[int], rendered: Callable[[Conversation], str]
 ) -> BegunReply:
-    """Find the beginning of the reply in `text`, the rendered conversation; `rendered` renders test conversations."""
+    """Return the beginning of the reply that the rendered conversation `text` already contains.
+
+    `rendered` renders a conversation; it is used to find where the last complete message ends in `text`.
+    """
     end = _after_last_message(conversation, text, rendered)
     prefill = conversation.messages[-1].get("content") if conversation.continues else None
     prefill = prefill.strip() if isinstance(prefill, str) else ""
@@ -49,7 +53,7 @@ def begun_reply(
 
 
 def _after_last_message(conversation: Conversation, text: str, rendered: Callable[[Conversation], str]) -> str:
-    """Return the text after the last complete message; return all of `text` if that message cannot be located."""
+    """Return the part of `text` after the last complete message; all of `text` if that message cannot be located."""
     last = len(conversation.messages) - 1 - conversation.continues
     content = (conversation.messages[last].get("content") or "") if last >= 0 else None
     if not isinstance(content, str):

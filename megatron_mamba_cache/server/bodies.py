@@ -17,7 +17,7 @@ class ClientLeftError(Exception):
 
 
 class Bodies:
-    """Reader that limits the memory for request bodies; a body counts until its request is answered.
+    """Reader of request bodies that limits their memory; a body uses memory until its request is answered.
 
     Each owner may use an equal share of `max_buffered_bytes`, but at least `max_body_bytes`.
     """
@@ -52,7 +52,7 @@ class Bodies:
         headers = Headers(scope=scope)
         coding = headers.get("content-encoding", "")
         if coding.lower() not in ("", "identity"):
-            sentence = f"need a body without compression, but Content-Encoding is {coding}"
+            sentence = f"the body must not be compressed, but its Content-Encoding is {coding}"
             raise ApiError(415, sentence, "unsupported_encoding")
         declared = headers.get("content-length", "")
         self._check_size(int(declared[:20]) if declared.isascii() and declared.isdigit() else 0)
@@ -78,7 +78,7 @@ class Bodies:
         except TimeoutError:
             if self._is_draining:
                 raise unavailable("the server is shutting down", "shutting_down") from None
-            raise ApiError(408, f"the body has not arrived within {seconds:g} s", "body_timeout") from None
+            raise ApiError(408, f"the body did not arrive within {seconds:g} s", "body_timeout") from None
         finally:
             self._arriving.discard(timeout)
 

@@ -18,7 +18,7 @@ _LEAST_READ = 256 * 2**10
 class Connection(H11Protocol):
     """uvicorn HTTP protocol that keeps reading while it sends a response, and thereby detects disconnects.
 
-    uvicorn stops reading when more bytes follow a request; it then does not notice a disconnect.
+    Without this class, uvicorn stops reading if more bytes follow a request, and then does not notice a disconnect.
     This class also closes the connection if the client
 
     - sends more than 64 KiB of further requests before the current response is complete,
@@ -52,7 +52,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start the keep-alive timeout on connect, so that it also covers the wait for the first request."""
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # call `pause_writing` for any unread output
+        transport.set_write_buffer_limits(high=0)  # so that asyncio calls `pause_writing` for any unread output
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -137,7 +137,7 @@ class _Timer:
 
     @property
     def is_running(self) -> bool:
-        """True if a call was scheduled and not stopped."""
+        """True after `start`, until `stop`."""
         return self._handle is not None
 
     def start(self, seconds: float, act: Callable[[], None]) -> None:

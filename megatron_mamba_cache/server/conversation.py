@@ -1,4 +1,4 @@
-"""Chat conversations: the input that chat templates render to a prompt."""
+"""Chat conversations, which chat templates render to prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -26,14 +26,14 @@ class Breakpoint:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages and other inputs to a chat template."""
+    """Input to a chat template: messages, tools and other variables."""
 
     messages: Sequence[dict[str, Any]]  # in OpenAI's format, oldest first; tool-call arguments are objects
     tools: Sequence[Mapping[str, Any]] = ()  # function definitions in OpenAI's format
     values: Mapping[str, Any] = field(default_factory=dict)  # other template variables
     adds_prompt: bool = True  # True if the prompt ends with the header of the assistant's reply
     continues: bool = False  # True if the reply continues the last message
-    breakpoints: tuple[Breakpoint, ...] = ()  # in order of position
+    breakpoints: tuple[Breakpoint, ...] = ()  # sorted by position
 
     @property
     def has_calls(self) -> bool:
@@ -42,10 +42,10 @@ class Conversation:
 
     @property
     def marked_head(self) -> tuple[Breakpoint, ...]:
-        """Breakpoints after the tools and after the instructions if either position is a breakpoint, otherwise ().
+        """Breakpoints after the tools and after the instructions, if the client set at least one of them; otherwise ().
 
-        Templates differ in which of the two they render first. A client's breakpoint after either one is therefore
-        treated as a breakpoint after both.
+        Some templates render the tools first, others the instructions. A client's breakpoint after either of them is
+        therefore treated as a breakpoint after both.
         """
         roles = [message["role"] for message in self.messages]
         count = next((at for at, role in enumerate(roles) if role not in INSTRUCTING), len(roles))
@@ -64,7 +64,7 @@ class Conversation:
         )
 
     def marked(self, mark: Breakpoint) -> Self:
-        """Return a conversation with a marker inserted at a breakpoint; everything before it is unchanged."""
+        """Return the conversation with a marker inserted at a breakpoint; the messages before it are unchanged."""
         if mark.message is None:
             return replace(self, tools=(*self.tools, MARKING_TOOL))
         message = self.messages[mark.message]
@@ -75,7 +75,7 @@ class Conversation:
         else:
             calls = message["tool_calls"][: mark.call + 1]
             is_last = len(calls) == len(message["tool_calls"])
-            # The marker is a call, so that the text before it is unchanged; some templates require nine-character ids.
+            # The marker is a call, so that the text before it is unchanged. Some templates require nine-character ids.
             marking = [called(_MARK, "{}", _MARK * 9)] if is_last else []
             messages[mark.message] = {**message, "tool_calls": [*calls, *marking]}
         return replace(self, messages=messages)
@@ -98,7 +98,7 @@ def called(name: str, arguments: str, call_id: str | None = None) -> dict[str, A
 
 
 def arguments_object(arguments: str) -> dict[str, Any]:
-    """Parse a call's arguments; return {} for blank text and {"malformed_input": text} unless it is a JSON object."""
+    """Parse a tool call's arguments; return {} if they are blank, {"malformed_input": text} if not a JSON object."""
     if not arguments.strip():
         return {}
     try:

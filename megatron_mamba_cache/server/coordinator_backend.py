@@ -38,20 +38,20 @@ _COUNTS = (
     *("cached_tokens_from_host", "cached_tokens_from_disk", "written_tokens"),
     *("draft_tokens", "accepted_tokens", "running_s"),
 )
-"""Counters that replicas report in a reply's sampling parameters, except `cached_tokens`."""
+"""Counters, in addition to `cached_tokens`, that replicas report in a finished request's sampling parameters."""
 
 
 class CoordinatorBackend:
-    """`Backend` client of a coordinator that distributes requests over engine replicas.
+    """`Backend` that sends requests to a coordinator, which distributes them among engine replicas.
 
-    If a replica dies, another replica restarts its requests. Each listener still receives each token only once.
+    If a replica dies, its requests restart on another replica. Each listener still receives each token only once.
 
     Args:
         address: Address of the coordinator, such as "tcp://host:5555".
         rules: Limits that requests must satisfy, identical in all replicas.
         end_ids: Ids of the tokens that end a reply.
-        access: Access rules and encryption for the connection; None: unencrypted, over loopback only.
-        tokenizer: Tokenizer of the model; None: grammars cannot be enforced on replies.
+        access: Access rules and encryption for the connection; None allows only unencrypted loopback connections.
+        tokenizer: The model's tokenizer; without it, grammars cannot constrain replies.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class CoordinatorBackend:
         listener.deliver(ended(self._progress(listener, news | counts), listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
-        """Return the part of `news` that a listener has not received; a restarted request repeats earlier tokens."""
+        """Return the part of `news` that the listener has not received; a restarted request sends its tokens again."""
         known = max(listener.num_tokens - news["start"], 0)
         is_first = not listener.num_tokens
         tokens = tuple(news["tokens"][known:])
@@ -197,7 +197,7 @@ class CoordinatorBackend:
         )
 
     def _look(self) -> None:
-        """Compute the combined state from the replicas' states; without replicas, mark the backend as not ready."""
+        """Update `state` from the replicas' latest states; if there are no replicas, the backend is not ready."""
         states = list(self._states.values())
         if not states:
             self._state = replace(self._state, is_ready=False)

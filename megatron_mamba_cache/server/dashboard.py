@@ -1,4 +1,4 @@
-"""Dashboard: a self-contained HTML page, and load samples from the last hour."""
+"""Dashboard: a self-contained HTML page, and samples of the load in the last hour."""
 
 import asyncio
 import math
@@ -45,7 +45,7 @@ class Sample:
     prompt_tokens_from_host: int
     prompt_tokens_from_disk: int
     prompt_tokens_computed: int
-    first_token_p50: float | None  # seconds, as in the next five fields; None if no token was generated
+    first_token_p50: float | None  # this and the next five fields are in seconds; None without tokens
     first_token_p95: float | None
     first_token_p99: float | None
     inter_token_p50: float | None
@@ -58,7 +58,7 @@ class Sample:
 
 
 class History:
-    """Ring buffer of samples, and latency quantiles over the last minute."""
+    """Load samples of the last hour in a ring buffer, with latency quantiles of the last minute."""
 
     def __init__(
         self, backend: Backend, gate: QueueGate, metrics: ServerMetrics, clock: Callable[[], float] = time.monotonic
@@ -102,7 +102,7 @@ class History:
         self._sampled, self._totals = now, totals
 
     def body(self, after: float = -math.inf) -> dict[str, Any]:
-        """Return JSON with the samples newer than `after` (epoch seconds) and latency quantiles of the last minute."""
+        """Return a JSON object with the samples newer than `after` (epoch seconds) and the last minute's quantiles."""
         first_token = Durations.together([*(one for one, _ in self._recent), self._metrics.recent_first_token])
         inter_token = Durations.together([*(one for _, one in self._recent), self._metrics.recent_inter_token])
         names = [entry.name for entry in fields(Sample)]
@@ -115,7 +115,7 @@ class History:
         }
 
     def _now(self) -> dict[str, int]:
-        """Return the counters since the start; a sample has the differences between two calls."""
+        """Return the counters since the server's start; a sample stores their increase between two calls."""
         state = self._backend.state
         counters = CacheCounters() if state.cache is None else state.cache.counters
         responses = self._metrics.num_responses()
@@ -149,7 +149,7 @@ def dashboard_routes(history: History, model_name: str) -> APIRouter:
 
 
 def quantiles(durations: Durations) -> dict[str, float | None]:
-    """Return the p50, p95 and p99 of `durations` in seconds; all None if there are no durations."""
+    """Return the quantiles p50, p95 and p99 of `durations`, in seconds; all are None if `durations` is empty."""
     return {
         name: None if (value := durations.quantile(share)) is None else float(f"{value:.3g}")
         for name, share in _SHARES.items()

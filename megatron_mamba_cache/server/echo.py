@@ -20,7 +20,7 @@ class Echo:
     offsets: Sequence[int] = ()  # number of characters before each token
 
     def piece(self, progress: Progress) -> Piece:
-        """Return the echo as the first piece of a reply; `progress`, the first of the reply, has the log-probs."""
+        """Return the echo as the reply's first piece; the reply's first `progress` has the prompt's log-probs."""
         return Piece(self.text, self._scored(progress), is_prompt=True)
 
     def _scored(self, progress: Progress) -> tuple[TokenInfo, ...]:
@@ -33,9 +33,9 @@ class Echo:
 
 
 def echo_of(token_ids: Sequence[int], text: str | None, tokenizer: Any, *, has_tokens: bool) -> Echo:
-    """Build the echo of a prompt; takes about as long as tokenizing the prompt.
+    """Return the echo of a prompt. This takes about as long as tokenizing the prompt.
 
-    If `text` is None, decode the token ids. If `has_tokens`, include the tokens and their offsets.
+    If `text` is None, the echo has the decoded token ids. If `has_tokens`, it includes the tokens and their offsets.
     """
     reader = TokenReader(tokenizer)
     if not has_tokens:

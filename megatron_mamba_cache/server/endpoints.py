@@ -1,6 +1,6 @@
 """Routes for OpenAI's completions and chat completions, and for tokenization.
 
-A route converts its request to an `Order` (module `orders`) and sends the replies in a `Format` (module `formats`).
+A route converts its request to an `Order` (module `orders`) and encodes the replies with a `Format` (module `formats`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,7 +69,7 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
 
 
 def add_documentation(app: FastAPI, *, needs_key: bool) -> None:
-    """Add the page `/docs`, with an API key field if `needs_key`. Call this before FastAPI builds the schema."""
+    """Add the page `/docs`, with a field for the API key if `needs_key`. Call this before FastAPI builds the schema."""
     _describe(app, needs_key=needs_key)
     folder = _asset_folder()
     if folder is not None:
@@ -96,7 +96,7 @@ def _asset_folder() -> Path | None:
 
 
 def _describe(app: FastAPI, *, needs_key: bool) -> None:
-    """Add route groups and summaries to the OpenAPI schema, and the API key scheme if `needs_key`."""
+    """Add groups and summaries of the routes to the OpenAPI schema, and an API key scheme if `needs_key`."""
     plain = app.openapi
 
     def described() -> dict[str, Any]:
@@ -185,7 +185,7 @@ class TokenizingRoutes:
         size = self.tokenizer.vocab_size
         for index, token in enumerate(tokens):
             if token >= size:
-                raise bad_request(f"token {token} is outside the vocabulary (0 to {size - 1})", f"tokens.{index}")
+                raise bad_request(f"token {token} is outside the vocabulary of {size} tokens", f"tokens.{index}")
         return DetokenizeReply(prompt=self.tokenizer.detokenize(list(tokens), skip_special_tokens=False))
 
     def _spelled(self, token: int) -> str:
@@ -240,7 +240,7 @@ def _stream_settings(body: GenerationFields) -> StreamSettings:
 
 
 def _described(model: ServedModel, name: str, max_model_len: int) -> dict[str, Any]:
-    """Return an entry for `/v1/models`; the fields after `owned_by` are vLLM's extensions."""
+    """Return the entry for one model name in `/v1/models`; the fields after `owned_by` are vLLM's extensions."""
     return {
         "id": name,
         "object": "model",

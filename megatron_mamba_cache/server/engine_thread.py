@@ -127,7 +127,7 @@ class EngineThread:
             self._break(f"the engine has failed: {error!r}")
 
     def _obey(self) -> None:
-        """Run all queued commands; if the engine has no requests, first wait until a command arrives."""
+        """Run all queued commands; if the engine has no requests, wait for the first command."""
         if not self._engine.has_unfinished_requests():
             self._look(at_once=True)
             self._next_command()()
@@ -168,7 +168,7 @@ class EngineThread:
             if listener is not None:
                 progress = self._progress(record.request_id, listener, record.requests)
                 mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
-        if self._generated > generated:  # only generated tokens prove that steps work again
+        if self._generated > generated:  # a step without new tokens does not prove that steps work again
             self._failed_in_a_row = 0
         self._post(mail)
 
@@ -231,7 +231,7 @@ class EngineThread:
         self._state = replace(
             self._state,
             is_ready=True,
-            cache=CacheSnapshot.summed([engine.context.snapshot()]),  # a copy
+            cache=CacheSnapshot.summed([engine.context.snapshot()]),  # `summed` copies the counters
             num_running=running,
             num_waiting=len(engine.requests) - running,
             generated_tokens=self._generated,

@@ -86,7 +86,7 @@ def unavailable(message: str, code: str, retry_after_s: int = 1) -> ApiError:
 
 def unexpected() -> ApiError:
     """Return a 500 error for a request that failed because of a bug in the server."""
-    return ApiError(500, "the server failed to handle this request; its log has the reason", "internal_error")
+    return ApiError(500, "the server failed to handle this request; the reason is in its log", "internal_error")
 
 
 def engine_failed(reason: str) -> ApiError:
@@ -95,13 +95,13 @@ def engine_failed(reason: str) -> ApiError:
 
 
 def schema_error(errors: Sequence[Any], content_type: str | None) -> ApiError:
-    """Convert pydantic's errors to one `ApiError`; if a union fails, report the error of its closest member."""
+    """Convert pydantic's errors to one `ApiError`; if no member of a union matches, report the closest one's error."""
     found = max((error for error in errors if error["loc"][:2] == errors[0]["loc"][:2]), key=_reach)
     return _body_error(found, content_type) or _field_error(found)
 
 
 def _body_error(found: Any, content_type: str | None) -> ApiError | None:
-    """Return the error if the whole body is missing, not JSON or not an object; None if a field is wrong."""
+    """Return the error if the whole body is missing, not JSON or not an object; None if only a field is wrong."""
     kind = found["type"]
     if kind == "json_invalid":
         position, reason = found["loc"][-1], found["ctx"]["error"]
@@ -113,7 +113,7 @@ def _body_error(found: Any, content_type: str | None) -> ApiError | None:
     if kind in _NO_OBJECT and not _is_json(content_type):
         found_type = "missing" if content_type is None else repr(content_type)
         return bad_request(f"the Content-Type is {found_type}; send application/json", "Content-Type", "content_type")
-    return bad_request("the body is not a JSON object", code=kind) if kind in _NO_OBJECT else None
+    return bad_request("the body must be a JSON object", code=kind) if kind in _NO_OBJECT else None
 
 
 def _field_error(found: Any) -> ApiError:

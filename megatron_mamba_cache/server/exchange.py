@@ -42,7 +42,7 @@ class Exchange:
     queue_seconds: float | None = None  # seconds in the queue, until the first reply's first step
     finish_reasons: tuple[str, ...] = ()
     ended: float | None = None
-    error: str | None = None  # code, or else type, of the error sent to the client
+    error: str | None = None  # code (if it has none, type) of the error sent to the client
     is_cut_off: bool = False  # True if the server's shutdown interrupted the response
     headers: Sequence[tuple[bytes, bytes]] = ()
 
@@ -56,12 +56,12 @@ class Exchange:
 
     @property
     def is_probe(self) -> bool:
-        """True for health checks and monitoring requests, which are not logged; False if the API key is refused."""
+        """True for health checks and monitoring requests, which are not logged, unless their API key is refused."""
         return self.path in _PROBES and self.status not in _KEY_REFUSED
 
     @property
     def has_failed(self) -> bool:
-        """True if a response started with a success status but ended with an error."""
+        """True if the response started with a success status but ended with an error."""
         return self.status < 400 and self.error is not None
 
     def seconds_to(self, event: float | None) -> float | None:
@@ -69,7 +69,7 @@ class Exchange:
         return None if event is None else round(event - self.arrived, 4)
 
     def note_undelivered(self) -> None:
-        """Set the status after an incomplete delivery: 499 unless the server's shutdown is the cause."""
+        """Set the status of an incompletely delivered response: 499 unless the server's shutdown is the cause."""
         self.status = (self.status or 503) if self.is_cut_off else CLIENT_CLOSED_REQUEST
 
     def note_error(self, error: ApiError) -> None:
@@ -153,5 +153,5 @@ def _request_id(scope: Scope) -> str:
 
 
 def _printable(path: bytes) -> str:
-    """Return a path as printable ASCII; percent-encode spaces and all other bytes."""
+    """Return a path as printable ASCII; percent-encode spaces and all bytes that are not printable ASCII."""
     return "".join(chr(byte) if 0x21 <= byte <= 0x7E else f"%{byte:02X}" for byte in path)

@@ -18,7 +18,7 @@ class FairThreads:
     def __init__(self, num_threads: int) -> None:
         self._executor = ThreadPoolExecutor(num_threads, "fair")
         self._num_free = num_threads
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # queued calls by owner; the first owner is next
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # queued work by owner; the first owner is next
 
     async def run(self, owner: str, work: Callable[[], _Found]) -> _Found:
         """Run `work` in a thread; return its result or raise its error.
@@ -62,7 +62,7 @@ class FairThreads:
             turns = self._waiting.pop(owner)
             turn = turns.popleft()
             if turns:
-                self._waiting[owner] = turns  # this owner becomes the last in the order
+                self._waiting[owner] = turns  # moves the owner to the end of the order
             if not turn.done():
                 turn.set_result(None)
                 return

@@ -62,10 +62,10 @@ Mark = CacheControl | PromptCacheBreakpoint
 
 
 class PartlySupported(BaseModel):
-    """Base class of schemas that refuse an unsupported field, unless its value has no effect.
+    """Base class of schemas that refuse unsupported fields, except with values that have no effect.
 
-    `labels` are field names, such as `user`, that cannot change a reply. These fields are counted; those that the
-    schema does not declare are removed.
+    `labels` are names of fields, such as `user`, that cannot change a reply. Requests with these fields are counted,
+    and the fields are removed if the schema does not declare them.
     """
 
     model_config = ConfigDict(json_schema_extra=lambda schema, kind: schema_with(kind.unsupported, kind.labels, schema))

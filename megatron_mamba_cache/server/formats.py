@@ -1,4 +1,4 @@
-"""Response encoding: the interface, and the formats of OpenAI's completions and chat completions."""
+"""Response encoders: the interface, and the formats of OpenAI's completions and chat completions."""
 
 import time
 import uuid
@@ -42,10 +42,10 @@ class Format(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StreamSettings:
-    """Options of a completion or chat completion that change its response."""
+    """Request options that change the response to a completion or chat completion."""
 
-    includes_usage: bool = False  # True adds a last chunk with the usage to a stream
-    usage_in_every_event: bool = False  # True adds the usage so far to every other chunk
+    includes_usage: bool = False  # True: a stream ends with a chunk that has the usage
+    usage_in_every_event: bool = False  # True: every other chunk has the usage so far
     returns_token_ids: bool = False
     request_id: str | None = None  # suffix of the response id; None: random
 
@@ -126,7 +126,7 @@ class CompletionFormat(_Envelope):
 
 
 class _ChatDeltas:
-    """Encoder for the stream deltas of one chat reply; a client merges the deltas into the message."""
+    """Encodes one chat reply as stream deltas, which the client merges into the message."""
 
     def __init__(self, *, includes_reasoning: bool) -> None:
         self._includes_reasoning = includes_reasoning
@@ -134,7 +134,7 @@ class _ChatDeltas:
         self._num_calls = 0
 
     def delta(self, parts: Sequence[Part]) -> dict[str, Any]:
-        """Return the delta for the parts of one piece; only the first delta has the role."""
+        """Return the delta for the parts of one piece; only a reply's first delta has the role."""
         delta: dict[str, Any] = {} if self._has_begun else {"role": "assistant"}
         self._has_begun = True
         calls: dict[int, dict[str, Any]] = {}
@@ -206,10 +206,10 @@ def _chat_message(reply: ParsedReply, *, includes_reasoning: bool) -> dict[str, 
 
 
 def _best(token: TokenInfo) -> dict[str, float] | None:
-    """Return the log-probs of a token and its top-n alternatives, by text; None for a prompt's first token.
+    """Return the log-probs of a token and its top-n alternatives, keyed by text; None for a prompt's first token.
 
-    Several tokens can have the same text, for example partial characters. Then only the first of them uses its text
-    as the key (the token itself before its alternatives); the keys of the other tokens are like `token_id:5`.
+    If several tokens have the same text, as parts of a character do, only the first has its text as the key. The others
+    have keys such as `token_id:5`. The order is the token itself, then its alternatives.
     """
     if token.log_prob is None:
         return None

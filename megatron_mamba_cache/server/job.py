@@ -52,7 +52,7 @@ class JobRules:
     on_end: Callable[["Job"], None] = field(default=lambda _job: None)  # called when a job ends or is cancelled
     token_times: TokenTimes = field(default_factory=TokenTimes)  # receives the token latencies of all jobs
     is_draining: bool = False
-    is_over: bool = False  # True after a forced stop: accepted requests may not start either
+    is_over: bool = False  # True after a forced stop; requests that were already accepted may not start either
 
 
 @asynccontextmanager
@@ -79,7 +79,7 @@ class Job:
     """One HTTP request's choices; a context manager that submits them and, on exit, cancels unfinished choices.
 
     Args:
-        prompts: Tokenized prompts, one for each of the order's readings.
+        prompts: Tokenized prompts of `order`.
         permits: Queue permits, one for each choice; each is released when the engine finishes its choice.
         arrived: Monotonic time when the HTTP request reached the queue gate, in seconds.
 
@@ -133,7 +133,7 @@ class Job:
             index, progress = await self._mail.take()
             choice = self.choices[index]
             if choice.reply.finish_reason is not None:
-                continue  # the reply has ended; this progress was sent before the cancellation
+                continue  # the reply has ended; the engine sent this progress before the cancellation
             if progress.end == "error" and self._rules.is_over:
                 raise unavailable(f"the request failed: {progress.error}", "shutting_down")
             piece = choice.reply.take(progress)
@@ -168,7 +168,7 @@ class Job:
         return self._scoring is not None
 
     def prompt_log_probs(self) -> list[Entries]:
-        """Return the log-probs of each prompt's tokens; takes about as long as tokenizing the prompts."""
+        """Return one list of token log-probs per prompt. This takes about as long as tokenizing the prompts."""
         assert self._scoring is not None
         firsts = (choice for choice in self.choices if choice.spec.log_probs.prompt_top_n is not None)
         return [
@@ -204,7 +204,7 @@ class Job:
             self._forget(choice)
 
     def _forget(self, choice: Choice) -> None:
-        """Release the queue permit of a choice that the engine has finished; do nothing if it is released."""
+        """Release a choice's queue permit when its engine request ends or is cancelled; later calls do nothing."""
         if choice.ticket is not None:
             choice.ticket = None
             self._permits.leave()

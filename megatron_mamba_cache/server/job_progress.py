@@ -13,13 +13,13 @@ _HOUR_S = 3600
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptUsage:
-    """Prompt token counts; the choices of one prompt count once."""
+    """Prompt token counts; each prompt counts once, however many choices it has."""
 
     cached_tokens: int  # number of prompt tokens that needed no prefill
     cached_tokens_from_host: int  # number of cached tokens restored from host memory
     cached_tokens_from_disk: int  # number of cached tokens restored from disk
     written_tokens: int  # number of prompt tokens added to the cache
-    hour_tokens: int  # number of written tokens before a breakpoint with a lifetime of an hour or more
+    hour_tokens: int  # number of written tokens before a breakpoint whose `ttl` is at least an hour
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Usage(PromptUsage):
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """Numbers of cached tokens restored from host memory and disk, as an extension of the usage object."""
+        """Numbers of cached tokens restored from host memory and disk; added to the API's usage objects."""
         return {
             "cached_tokens_from_host": self.cached_tokens_from_host,
             "cached_tokens_from_disk": self.cached_tokens_from_disk,
@@ -61,7 +61,7 @@ class Usage(PromptUsage):
 
 
 def prompt_usage(spec: RequestSpec, latest: Progress) -> PromptUsage:
-    """Return the token counts for one request's prompt; a prefill repeated after preemption counts once."""
+    """Return the counts for one request's prompt; tokens that are prefilled again after a preemption count once."""
     written = min(latest.written_tokens, spec.prompt_len - latest.cached_tokens)
     ends = [mark.position for mark in spec.breakpoints if mark.keep_s >= _HOUR_S]
     of_hour = max(max(ends, default=0) - latest.cached_tokens, 0)
@@ -88,43 +88,43 @@ class TokenTimes:
 
 
 class JobTimes:
-    """Monotonic times of a job's events, in seconds; each is None before its event.
+    """Times of a job's events on the monotonic clock, in seconds; each is None before its event.
 
     Args:
-        hears: Receives the latency of tokens when the engine reports them, before the client reads them.
+        recorder: Receives token latencies when the engine reports the tokens, before the client reads them.
 
     Attributes:
         started: Time after tokenization, just before submission to the engine.
         queue_seconds: Duration from the request's arrival to the first step of the first reply to produce tokens.
     """
 
-    def __init__(self, arrived: float, hears: TokenTimes) -> None:
+    def __init__(self, arrived: float, recorder: TokenTimes) -> None:
         self.arrived = arrived
         self.started = time.monotonic()
         self.queue_seconds: float | None = None
         self.first_token: float | None = None
         self.ended: float | None = None
-        self._hears = hears
+        self._recorder = recorder
         self._grew: dict[int, float] = {}  # time of the latest tokens, by choice index
 
     def note_tokens(self, choice: int, progress: Progress) -> None:
         """Record the latency of tokens that the engine has just reported."""
         now = time.monotonic()
         if choice in self._grew:
-            self._hears.note_gap(now - self._grew[choice], len(progress.tokens))
+            self._recorder.note_gap(now - self._grew[choice], len(progress.tokens))
         else:
             queued = max(now - self.arrived - progress.running_s, 0.0)
-            self._hears.note_queued(queued)
+            self._recorder.note_queued(queued)
             if self.queue_seconds is None:
                 self.queue_seconds = queued
         self._grew[choice] = now
         if self.first_token is None:
             self.first_token = now
-            self._hears.note_first_token(now - self.started)
+            self._recorder.note_first_token(now - self.started)
 
 
 class Mail:
-    """Asynchronous queue of progress that merges the unread entries of each choice."""
+    """Asynchronous queue of `Progress` entries; merges the unread entries of each choice."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, list[Progress]] = {}
@@ -136,7 +136,7 @@ class Mail:
         self._has_some.set()
 
     async def take(self) -> tuple[int, Progress]:
-        """Wait for progress; return the index of the choice that waits longest, and its progress merged into one."""
+        """Wait for an entry; return the index of the choice with the oldest unread entry, and its entries merged."""
         await self._has_some.wait()
         index = next(iter(self._waiting))
         progress = _joined(self._waiting.pop(index))

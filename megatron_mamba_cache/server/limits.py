@@ -13,15 +13,15 @@ _REMEMBERED_ENDS = 64
 
 @dataclass(frozen=True, slots=True)
 class ServerLimits:
-    """Limits on a server's queues, bodies, times and memory; raises `ValueError` if one is out of range."""
+    """Limits on a server's queues, bodies, times and memory; raises `ValueError` if a limit is out of range."""
 
     max_running: int = 16  # maximum number of requests that run concurrently
-    max_queued: int = 1024  # maximum number of waiting requests; each choice of each prompt counts as one
+    max_queued: int = 1024  # maximum number of queued requests; each choice of each prompt counts as one
     max_choices: int = 1024  # maximum number of prompts times n in one HTTP request
     max_body_bytes: int = 4 * 2**20  # maximum size of one request body
-    max_buffered_bytes: int = 64 * 2**20  # memory for the bodies of unanswered requests; shared equally by API keys
+    max_buffered_bytes: int = 64 * 2**20  # memory for the bodies of unanswered requests; divided equally among API keys
     body_timeout_s: float = 30.0  # maximum time to receive a request's head, and then its body
-    send_timeout_s: float = 30.0  # maximum time until a client has read more of the output
+    send_timeout_s: float = 30.0  # maximum time for a client to read 256 KiB or all of the pending output
     drain_s: float = 25.0  # time for accepted requests to finish after SIGTERM
     transcript_bytes: int = 16 * 2**20  # memory per API key for the token ids of earlier prompts and replies
     response_bytes: int = 16 * 2**20  # memory per API key for stored responses

@@ -1,4 +1,4 @@
-"""Record served requests for the `plan` command: times, lengths and prompt hashes, but no text."""
+"""Recorder of served requests for the `plan` command; stores times, lengths and prompt hashes, but no text."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ _CLOSE_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """Finished engine request, as passed to the recorder."""
+    """Finished engine request to record."""
 
     arrived: float  # in seconds since the epoch
     tenant: str  # name of the tenant; tenants do not share prefixes
@@ -52,7 +52,7 @@ class LoadRecord:
 class LoadFile(LoadRecord):
     """Recorder that appends one line per request to a file, in a separate thread.
 
-    After a file system error, it logs a warning and stops recording. It removes or ends incomplete lines.
+    After a file system error, it logs a warning and stops recording. A line that is only partly written is removed.
     """
 
     def __init__(self, path: Path, block_size: int) -> None:
@@ -83,14 +83,14 @@ class LoadFile(LoadRecord):
                 for request in iter(self._queue.get, None):
                     _append(file, self._lines.line(request))
         except OSError as error:
-            logger.warning("--record-load %s: %s; no more requests are recorded", self._path, error)
+            logger.warning("--record-load %s: cannot write (%s); no more requests are recorded", self._path, error)
 
 
 class LoadLines:
-    """Encoder for the lines of a load record, with one prompt hash per run of `run_tokens` tokens.
+    """Encodes requests as lines of a load record, with one hash for every `run_tokens` prompt tokens.
 
-    A hash also covers all tokens before the run, so equal hashes mean equal prefixes. The hashes have a random salt
-    that is not stored. The file therefore cannot confirm a guessed prompt.
+    Each hash also covers all earlier tokens, so equal hashes mean equal prefixes. The hashes have a random salt that is
+    not stored, so the file cannot be used to test if a guessed prompt was sent.
     """
 
     def __init__(self, run_tokens: int) -> None:
@@ -112,7 +112,7 @@ class LoadLines:
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
     def _hashes(self, request: ServedRequest) -> Iterator[int]:
-        """Yield one hash per run of prompt tokens; it includes the runs before. The last run may be incomplete."""
+        """Yield one hash for every `run_tokens` prompt tokens and for the rest; each also covers all earlier tokens."""
         tokens = np.asarray(request.prompt, dtype=np.int64)
         digest = hashlib.blake2b(request.tenant.encode(), key=self._salt).digest()
         for start in range(0, len(tokens), self._run_tokens):
@@ -132,7 +132,7 @@ class LoadLines:
 
 
 def _append(file: BinaryIO, line: bytes) -> None:
-    """Append a line; if the disk is full, remove the partially written line and raise `OSError`."""
+    """Append a line. If the disk is full, remove the partially written line and raise `OSError`."""
     end = file.seek(0, os.SEEK_END)
     if file.write(line) != len(line):
         file.truncate(end)

@@ -47,7 +47,7 @@ def _known(role: str) -> str:
         sentence = "messages with role function are not supported by this server; send role tool"
         raise schema_error(REFUSED, sentence)
     if role not in _ROLES:
-        raise schema_error("role", f"the role must be one of {', '.join(_ROLES)}")
+        raise schema_error("role", f"the role must be one of {', '.join(_ROLES)}, found {role!r:.50}")
     return role
 
 
@@ -55,7 +55,7 @@ class Message(PartlySupported):
     """Chat message; unknown fields, such as those in OpenAI's replies, are ignored.
 
     Text parts are joined by line breaks. In tool results, a line such as "[image omitted: ...]" replaces each image or
-    file. A refusal counts as the text of its reply. The reasoning of an earlier reply is in `reasoning_content` or
+    file. A refusal is treated as the reply's text. The reasoning of an earlier reply is in `reasoning_content` or
     `reasoning`. `cache_control` sets a cache breakpoint at the end of the message.
     """
 
@@ -73,7 +73,7 @@ class Message(PartlySupported):
     @model_validator(mode="before")
     @classmethod
     def _has_text(cls, fields: Any) -> Any:
-        """Replace refusals, and images and documents in tool results, with text."""
+        """Replace refusals with text, and images and documents in tool results with text."""
         role = fields.get("role") if isinstance(fields, Mapping) else None
         if role not in ("tool", "assistant"):
             return fields
@@ -93,7 +93,7 @@ class Message(PartlySupported):
         return self
 
     def marks(self, index: int) -> Iterator[tuple[Mark, Breakpoint]]:
-        """Yield pairs (breakpoint as sent, position in the conversation) in order; `index` is the message's index."""
+        """Yield each breakpoint, as sent and as a position in the conversation; `index` is the message's index."""
         end, calls = 0, self.tool_calls or []
         for number, part in enumerate(() if self.content is None or isinstance(self.content, str) else self.content):
             end += len(part.text) + (len(_LINE_END) if number else 0)
@@ -127,7 +127,7 @@ Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_leng
 
 
 class Templated(BaseModel):
-    """Base schema with the request fields for chat templates."""
+    """Base schema with the request fields that chat templates read."""
 
     tools: Tools | None = None
     add_generation_prompt: Flag | None = None
@@ -142,7 +142,7 @@ class Templated(BaseModel):
         return self
 
     def conversation_of(self, messages: list[Message], **values: Any) -> Conversation:
-        """Return the conversation to render; `values` are other template variables, ignored if None.
+        """Return the conversation to render; `values` are other template variables, of which None values are ignored.
 
         Raises:
             ApiError: 400 if more than four parts have `cache_control`.

@@ -27,28 +27,28 @@ _LEAST = 1e-6
 COUNTER_TEXTS = {
     "requests_admitted": "Admissions of requests to the running batch, including those after an eviction",
     "prompt_tokens_matched": "Prompt tokens whose KV was cached, with or without a state to resume from",
-    "prompt_tokens_skipped": "Prompt tokens that were not computed because a cached state was restored",
-    "prefill_tokens_computed": "Prompt tokens that were computed, including those computed again after an eviction",
-    "decode_tokens_computed": "Tokens computed by decode steps, including drafts",
-    "decode_rows": "Requests in all decode steps: one for each request and step",
+    "prompt_tokens_skipped": "Prompt tokens that needed no prefill because a cached state was restored",
+    "prefill_tokens_computed": "Prompt tokens that were prefilled, including those prefilled again after an eviction",
+    "decode_tokens_computed": "Tokens processed by decode steps, including draft tokens",
+    "decode_rows": "Requests in decode steps, summed over all steps",
     "draft_tokens": "Draft tokens verified",
     "accepted_tokens": "Draft tokens accepted",
     "drafting_failures": "Steps that ran without drafts because the drafter failed",
-    "states_reserved": "State slots reserved for a boundary before a step",
+    "states_reserved": "State slots reserved before a step for the state at a block boundary",
     "states_published": "States of prompts and replies added to the cache",
-    "decode_states_published": "Published states at a boundary inside a reply",
-    "states_restored": "Cached states that a request resumed from",
-    "states_skipped_no_room": "States not kept because no slot was free and no entry had a lower priority",
-    "admissions_deferred": "Steps that requests waited for a prefix that another request was computing",
-    "requests_paused": "Pauses of running requests for lack of KV blocks",
-    "requests_evicted": "Evictions of running requests, which must be computed again",
-    "prompt_tokens_from_host": "Prompt tokens skipped because their prefix was restored from host memory",
+    "decode_states_published": "States at a block boundary inside a reply that were added to the cache",
+    "states_restored": "Cached states from which a request resumed",
+    "states_skipped_no_room": "States that were not cached because no slot was free and no entry had a lower priority",
+    "admissions_deferred": "Steps that requests waited for a prefix that another request was prefilling",
+    "requests_paused": "Pauses of running requests because no KV block was free",
+    "requests_evicted": "Evictions of running requests, which must be prefilled again",
+    "prompt_tokens_from_host": "Prompt tokens that needed no prefill because a prefix was restored from host memory",
     "states_written_to_host": "States offloaded to host memory, each with the KV before it",
     "states_restored_from_host": "States restored from host memory for a queued request",
     "states_not_written_no_room": "States not offloaded because host memory was full",
     "host_writes_failed": "Copies to host memory that failed, or were no longer needed when they ended",
     "host_restores_failed": "Copies from host memory that failed, or were no longer needed when they ended",
-    "prompt_tokens_from_disk": "Prompt tokens skipped because their prefix was restored from disk",
+    "prompt_tokens_from_disk": "Prompt tokens that needed no prefill because a prefix was restored from disk",
     "states_written_to_disk": "States written to disk, each with the KV before it",
     "states_read_from_disk": "States read from disk for a queued request",
     "disk_writes_failed": "Files that could not be written, or were no longer needed when written",
@@ -93,7 +93,7 @@ class Durations:
         return whole
 
     def add(self, seconds: float, times: int = 1) -> None:
-        """Count a duration of `seconds`, `times` times."""
+        """Add a duration of `seconds` to the histogram, `times` times."""
         self._counts[math.ceil(math.log(max(seconds, _LEAST), _RATIO))] += times
 
     def quantile(self, share: float) -> float | None:
@@ -194,7 +194,7 @@ class ServerMetrics(TokenTimes):
         return {one.labels["status"]: int(one.value) for one in samples if one.name.endswith("_total")}
 
     def take_recent(self) -> tuple[Durations, Durations]:
-        """Return histograms of the times to first token and between tokens since the previous call."""
+        """Return the histograms of times to first token and of times between tokens, both since the previous call."""
         taken = self.recent_first_token, self.recent_inter_token
         self.recent_first_token, self.recent_inter_token = Durations(), Durations()
         return taken
@@ -212,7 +212,7 @@ def _cache_metrics(cache: CacheSnapshot) -> Iterable[Metric]:
         if isinstance(value, int):
             yield _counter(entry.name, COUNTER_TEXTS[entry.name], value)
     reasons = CounterMetricFamily(
-        f"{PREFIX}requests_without_hit", "Requests that skipped no prompt tokens, by reason", labels=["reason"]
+        f"{PREFIX}requests_without_hit", "Requests without a prefix hit, by reason", labels=["reason"]
     )
     for reason, count in sorted(cache.counters.requests_without_hit.items()):
         reasons.add_metric([reason], count)

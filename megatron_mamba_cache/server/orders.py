@@ -42,7 +42,7 @@ class Order:
     reading: ReplyReading | None = None  # parser settings for replies; None: all text is content
     form: ReplyForm | None = None  # grammar that constrains the replies; None: any text
     num_log_probs: int | None = None  # number of alternatives with log-probs; None: no log-probs at all
-    scores_prompt: bool = False  # True: also return the prompt's log-probs, so prefill all of it
+    scores_prompt: bool = False  # True: also return the prompt's log-probs; the whole prompt is then prefilled
     scoring: PromptScoring | None = None  # settings for `prompt_logprobs`; None: not requested
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
@@ -103,7 +103,7 @@ def tenant_of(request: Request, body: GenerationFields) -> Tenant:
 
 
 class OrderMaker:
-    """Converter from requests to orders; raises `ApiError` for other models' names and for too many choices."""
+    """Converts requests to orders; raises `ApiError` if a request names another model or has too many choices."""
 
     def __init__(self, model: ServedModel, limits: ServerLimits, tokenizer: Any) -> None:
         self._model = model
@@ -129,7 +129,7 @@ class OrderMaker:
     def chat(self, body: ChatRequest, tenant: Tenant, answer_field: str | None = None) -> Order:
         """Convert a chat completion, or a request from another API translated to one, to an order.
 
-        Error messages call the field for the answer's format `answer_field`; if None, they use the chat field's name.
+        `answer_field` is the name of the answer-format field in error messages; None: the name in chat completions.
         """
         if body.top_logprobs and not body.logprobs:
             raise bad_request("top_logprobs requires logprobs to be true", "top_logprobs")
@@ -145,8 +145,9 @@ class OrderMaker:
         form = self._form_maker.chat(answer, chosen, body.parallel_tool_calls)
         for name in ("ignore_eos", "min_tokens"):
             if form is not None and getattr(body, name):
-                raise bad_request(f"{form.field} decides where a reply ends; leave out {name}", name)
-        reading = self._reading(body, chosen, is_held=form is not None)
+                reason = "the format of a constrained reply decides where it ends"
+                raise bad_request(f"{name} cannot be combined with {form.field}: {reason}", name)
+        reading = self._reading(body, chosen, is_constrained=form is not None)
         return replace(order, reading=reading, form=form)
 
     def _read_chat(self, tenant: Tenant, conversation: Conversation, *, add_special_tokens: bool) -> Prompt:
@@ -165,7 +166,7 @@ class OrderMaker:
         max_tokens: int | None,
         num_log_probs: int | None,
     ) -> Order:
-        """Return an order; with `max_tokens` None, replies may fill the context; with 0, they are empty."""
+        """Return an order. If `max_tokens` is None, replies may fill the context; if it is 0, replies are empty."""
         self._model.check_name(body.model)
         num_choices, num_prompts = body.n or 1, len(readings)
         if num_choices * num_prompts > self._limits.max_choices:
@@ -199,8 +200,8 @@ class OrderMaker:
             scoring=scoring,
         )
 
-    def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_held: bool) -> ReplyReading | None:
-        """Return the parser settings for replies; return None if all text is content."""
+    def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_constrained: bool) -> ReplyReading | None:
+        """Return the parser settings for replies; None if all text is content."""
         syntax = self._model.syntax
         calls_tools = bool(chosen.tools) and chosen.choice != "none" and syntax.tool_calls is not None
         shows_all = body.skip_special_tokens is False
@@ -210,7 +211,7 @@ class OrderMaker:
         parameters = {function["name"]: function.get("parameters", {}) for function in functions}
         return ReplyReading(
             None if shows_all else self._tag_ids.keys(),
-            partial(syntax.parser, parameters if calls_tools else None, is_held=is_held),
+            partial(syntax.parser, parameters if calls_tools else None, is_constrained=is_constrained),
             {number: tag for tag, number in self._tag_ids.items()},
             most_calls=1 if body.parallel_tool_calls is False else None,
         )

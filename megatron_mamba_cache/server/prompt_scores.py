@@ -25,13 +25,13 @@ class PromptScoring:
         num_entries = sum(length - 1 for length in lengths) * (1 + self.top_n)
         if num_entries > _MOST_ENTRIES:
             raise bad_request(
-                f"prompt_logprobs={self.top_n} gives {num_entries} entries for these prompts; at most {_MOST_ENTRIES} "
-                "are allowed: send shorter prompts or a smaller prompt_logprobs",
+                f"prompt_logprobs={self.top_n} requests {num_entries} entries, and at most {_MOST_ENTRIES} "
+                "are allowed; send shorter prompts or a smaller prompt_logprobs",
                 "prompt_logprobs",
             )
 
     def entries(self, token_ids: Sequence[int], scores: Sequence[ScoredToken]) -> Entries:
-        """Return, for each prompt token, the log-probs of it and its top-n tokens by id; None for the first token."""
+        """Return one entry per prompt token: log-probs of it and of the top-n tokens, by id; None for the first."""
         texts: dict[int, str] = {}
         found: Entries = [None]
         for token_id, score in zip(token_ids[1:], scores, strict=True):
@@ -53,5 +53,5 @@ def _ranked(token_id: int, score: ScoredToken) -> Iterator[tuple[int, float, int
 
 
 def finite(log_prob: float) -> float:
-    """Return a log-prob, raised to a finite minimum because JSON cannot represent minus infinity."""
+    """Clamp a log-prob to a finite minimum, because JSON cannot represent minus infinity."""
     return log_prob if log_prob > _LEAST_LOG_PROB else _LEAST_LOG_PROB

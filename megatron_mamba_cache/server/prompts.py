@@ -1,4 +1,4 @@
-"""Render and tokenize prompts: texts, token ids and conversations."""
+"""Convert texts, token ids and conversations to prompts: render chat templates and tokenize."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from .tenants import Tenant
 from .text_stream import common_length
 from .transcripts import Transcript, Transcripts
 
-_CONTEXT_CHARACTERS = 512  # context that the tokenizer needs to continue a text
+_CONTEXT_CHARACTERS = 512  # number of earlier characters that the tokenizer needs to continue a text
 _PROBE = ({"role": "user", "content": "question"}, {"role": "assistant", "content": "a reply to a question"})
 _TokensAfter = Callable[[Transcript, str], list[int] | None]
 
@@ -59,7 +59,7 @@ class PromptReader:
                 None adds them but does not repeat a begin token at the start of the text.
 
         Raises:
-            ApiError: 400 if the prompt has no tokens, too many tokens, or a token that is not text.
+            ApiError: 400 if the prompt has no tokens, too many tokens, or a non-text token such as an image token.
         """
         if not isinstance(prompt, str):
             self._check_length(len(prompt), self._max_tokens, "tokens")
@@ -108,14 +108,15 @@ class PromptReader:
         return replace(prompt, conversation=conversation, breakpoints=tuple(breakpoints))
 
     def begun_reply(self, prompt: Prompt) -> BegunReply:
-        """Return the beginning of the reply at the end of a prompt made from a conversation."""
+        """Return the beginning of the reply that a conversation's prompt already contains."""
         assert prompt.conversation is not None and prompt.text is not None
         return begun_reply(prompt.conversation, prompt.text, prompt.token_ids, self._rendered)
 
     def remember(self, tenant: Tenant, prompt: Prompt, reply: str, reply_ids: Sequence[int]) -> None:
         """Store the token ids of a prompt and its reply for later prompts; ignore empty and non-text replies."""
         add = prompt.add_special_tokens
-        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)  # no text can follow
+        # If the tokenizer adds an end token to texts, no text can continue the prompt's tokens.
+        ends_text = add is not False and getattr(self._tokenizer, "adds_end_token", False)
         if prompt.text is None or not reply or not self._knows_continuations or ends_text:
             return
         if image_error(self._tokenizer, reply_ids) is not None:
@@ -143,7 +144,7 @@ class PromptReader:
     def _tokens_before(
         self, mark: Breakpoint, tenant: Tenant, conversation: Conversation, prompt: Prompt
     ) -> int | None:
-        """Return the number of prompt tokens before a breakpoint; None if the template hides its position."""
+        """Return the number of prompt tokens before a breakpoint; None if the template does not render its position."""
         assert prompt.text is not None
         try:
             marked = self._rendered(conversation.marked(mark))
@@ -222,7 +223,7 @@ def template_of(tokenizer: Any, *, has_tools: bool) -> str:
 
 
 def _fits_of(tokenizer: Any) -> Mapping[bool, TemplateFit]:
-    """Return the template fits for chats with tools (key True) and without tools (key False)."""
+    """Return a `TemplateFit` for chats with tools (key True) and one for chats without tools (key False)."""
     plain, with_tools = (template_of(tokenizer, has_tools=has_tools) for has_tools in (False, True))
     if plain == with_tools:
         return dict.fromkeys((False, True), TemplateFit(lambda conversation: conversation.text(tokenizer), plain))

@@ -32,14 +32,14 @@ class ReplicaThread:
         SIGTERM ends the process during the engine's warmup, which may take minutes. From the end of the warmup until
         all replicas have joined, SIGTERM is ignored. Raise `RuntimeError` if the engine fails.
         """
-        with _ignored(signal.SIGINT):  # the coordinator inherits this and thus survives Ctrl-C
+        with _ignored(signal.SIGINT):  # the coordinator's process inherits this and thus ignores Ctrl-C
             self._thread.start()
             self._is_warm.wait()
             with _ignored(signal.SIGTERM):
                 self._may_join.set()
                 self._has_begun.wait()
         if self._address is None:
-            raise RuntimeError("the engine could not join a coordinator") from self._error
+            raise RuntimeError("the engine failed before it joined the coordinator") from self._error
         return self._address
 
     def join(self, timeout_s: float) -> bool:
@@ -70,7 +70,7 @@ class ReplicaThread:
 def serve_replica(engine: MambaCacheEngine, routing: RoutingSettings) -> None:
     """Run an engine as a replica of the first process's coordinator until the coordinator stops it.
 
-    The first process handles SIGINT and SIGTERM; this process ignores SIGINT, and SIGTERM after the warmup.
+    The first process handles SIGINT and SIGTERM; this process ignores SIGINT and, after the warmup, SIGTERM.
     """
     with _ignored(signal.SIGINT), contextlib.ExitStack() as stack:
         asyncio.run(

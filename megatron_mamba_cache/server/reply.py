@@ -179,11 +179,11 @@ class Reply:
         return assembled(self.parts)
 
     def same_in(self, text: str) -> str | None:
-        """Return the prefix of `text`, a template's version of this reply, that parses to the same reply, else None.
+        """Return the prefix of `text` that parses to this reply; None if there is none.
 
-        White space at both ends and in arguments may differ. If a stop string or limit ended the reply after a call,
-        the reply lacks the closing marker that templates render; the prefix then ends with that call. Otherwise, the
-        prefix is the whole text.
+        `text` is this reply as the chat template renders it. White space at both ends and in arguments may differ. If a
+        stop string or limit ended the reply after a call, the reply lacks the closing marker that templates render; the
+        prefix then ends with that call. Otherwise, the prefix is the whole text.
         """
         if self._was_cut and self._parser.num_calls:
             if self.text[len(self._through_calls(self.text)) :].strip():
@@ -194,7 +194,7 @@ class Reply:
         return text if _essence(found) == _essence(self.parsed()) else None
 
     def _through_calls(self, text: str) -> str:
-        """Return the shortest prefix of `text` with as many complete calls as this reply; all of `text` if none has."""
+        """Return the shortest prefix of `text` with as many complete calls as this reply; if none, all of `text`."""
         parser = self._parser_of(text)
         for index, character in enumerate(text):
             parser.push(character)
@@ -203,7 +203,7 @@ class Reply:
         return text
 
     def _parser_of(self, rewritten: str) -> ReplyParser:
-        """Return a parser for `rewritten`, a template's version of this reply, with the tag positions noted."""
+        """Return a parser for `rewritten`, the template's rendering of this reply, with its tag positions recorded."""
         own = self._tags.joined(self._parser.found_tags)
         parser = self._new_parser(own.texts)
         for position in own.in_rewritten(rewritten, self.text):
@@ -239,7 +239,7 @@ class Reply:
 
 
 def special_stops(tokenizer: Any, stops: Sequence[str]) -> dict[int, str]:
-    """Return those stop strings that are special tokens, by token id."""
+    """Return the stop strings that are special tokens, by token id."""
     special: Collection[int] = getattr(tokenizer, "special_ids", ())
     ids = [tokenizer.id_of(stop) for stop in stops] if special else []
     return {token: stop for token, stop in zip(ids, stops, strict=False) if token in special}
@@ -251,7 +251,7 @@ def _essence(reply: ParsedReply) -> object:
 
 
 class EmptyReply(Reply):
-    """Reply for `max_tokens=0`: has no tokens, and ends with the first progress."""
+    """Reply to a request with `max_tokens=0`; has no tokens and ends with the first `Progress`."""
 
     def take(self, progress: Progress) -> Piece:
         self._note(progress)

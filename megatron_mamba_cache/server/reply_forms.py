@@ -31,7 +31,7 @@ class ReplyForm:
     calls: CallsInReasoning | None = None  # calls that may end reasoning; None: no calls
 
     def grammar_after(self, prompt: Prompt) -> str:
-        """Return the grammar for a prompt's replies, as text; it includes reasoning unless the prompt has ended it."""
+        """Return the grammar for replies to a prompt, as text. It includes reasoning that the prompt has not closed."""
         form = self.reasoning
         if form is None or prompt.reasoning is PromptReasoning.DONE:
             return self.grammar.text
@@ -48,23 +48,23 @@ class ReplyForm:
 
 
 class FormMaker:
-    """Factory that creates reply forms from requests; `syntax` is the model's reply syntax."""
+    """Creates the `ReplyForm` for a request; `syntax` is the model's reply syntax."""
 
     def __init__(self, syntax: ReplySyntax, tokenizer: Any) -> None:
         self._syntax = syntax
         self._tag_ids = syntax.tag_ids(tokenizer)
 
     def answer(self, field: str, grammar: Grammar) -> ReplyForm:
-        """Return the form for a completion constrained by `grammar`; completions have no reasoning."""
+        """Return the `ReplyForm` for a completion constrained by `grammar`; completions have no reasoning."""
         return ReplyForm(field, grammar, None, self._tag_ids.get)
 
     def chat(
         self, answer: tuple[str, Grammar] | None, chosen: ChosenTools, may_call_several: bool | None
     ) -> ReplyForm | None:
-        """Return the form for a chat reply; return None if any text is allowed.
+        """Return the `ReplyForm` for a chat reply; None if any text is allowed.
 
         Args:
-            answer: Pair (name of the field that constrains the answer, grammar); None allows any answer.
+            answer: Constraint on the answer, as (request field, grammar); None allows any answer.
             chosen: Tools that the reply may or must call.
             may_call_several: False allows only one call.
 
@@ -83,9 +83,9 @@ class FormMaker:
             if not callable_tools:
                 raise bad_request(f"{_CHOICE} names {choice.function.name!r:.100}, which is not in {_TOOLS}", _CHOICE)
         if not callable_tools:
-            raise bad_request(f"{_CHOICE} requires a call, but there are no {_TOOLS}", _CHOICE)
+            raise bad_request(f"{_CHOICE} requires a call, but the request has no {_TOOLS}", _CHOICE)
         if self._syntax.tool_calls is None:
-            reason = "the format of this model's calls is unknown, so none can be required; start serve with"
+            reason = "a call cannot be required because this model's call format is unknown; start serve with"
             raise bad_request(f"{reason} --tool-call-parser, or send tool_choice auto", _CHOICE)
         only_one = may_call_several is False or isinstance(choice, NamedTool)
         family = self._syntax.tool_calls
@@ -99,11 +99,11 @@ class FormMaker:
         return self._after_reasoning(field, any_of(calls, grammar), begun)
 
     def _strict_calls(self, chosen: ChosenTools) -> ReplyForm | None:
-        """Return a form for optional calls if a tool is strict or only some tools are allowed; otherwise None."""
+        """Return a form for optional tool calls if a tool is strict or only some may be called; otherwise None."""
         functions = [tool["function"] for tool in chosen.tools]
-        is_held = chosen.are_some or any(function.get("strict") for function in functions)
+        is_constrained = chosen.are_some or any(function.get("strict") for function in functions)
         family = self._syntax.tool_calls
-        if family is None or not is_held:
+        if family is None or not is_constrained:
             return None
         callable_tools = [
             _callable(function) if function.get("strict") else CallableTool(function["name"], None)

@@ -35,7 +35,7 @@ def error_response(error: ApiError, scope: Scope) -> JSONResponse:
 
 
 class JobResponse(Response):
-    """Base class of responses that run an order's job; a client disconnect cancels the engine requests."""
+    """Base class of responses that run an `Order`'s job; if the client disconnects, the job is cancelled."""
 
     def __init__(self, rules: JobRules, order: Order, form: Format) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class EventStream(JobResponse):
 
 
 def reply_to(rules: JobRules, order: Order, form: Format, *, streams: bool) -> Response:
-    """Return the response that runs an order: an event stream if `streams`, otherwise one JSON object."""
+    """Return the response to a request (`order`): an event stream if `streams`, otherwise one JSON object."""
     return (EventStream if streams else WholeReply)(rules, order, form)
 
 

@@ -1,7 +1,7 @@
 """Rewrite conversations for chat templates that would otherwise drop or refuse messages.
 
-Each rewrite converts a conversation's turns to equivalent turns. The result for a turn does not depend on later turns,
-except adjacent turns. The prompt of a longer conversation therefore still begins like the prompt of a shorter one.
+Each rewrite converts a conversation's turns to equivalent turns. Later turns do not affect how a turn is rewritten,
+unless they are adjacent to it. When a conversation grows, its prompt therefore still begins with the previous prompt.
 """
 
 import re
@@ -23,7 +23,7 @@ class Turn:
     """Message of a conversation, with its cache breakpoints."""
 
     message: dict[str, Any]
-    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # (index in the conversation, breakpoint)
+    breakpoints: tuple[tuple[int, Breakpoint], ...] = ()  # (index in `Conversation.breakpoints`, breakpoint)
 
     @property
     def role(self) -> str:
@@ -50,7 +50,7 @@ class Turn:
         return self.message.get("name") == other.message.get("name")
 
     def with_role(self, role: str) -> Self:
-        """Return a turn with another role and this turn's text; drop names, reasoning and calls."""
+        """Return this turn with another role and only its text; drop its name, reasoning and calls."""
         return replace(self, message={"role": role, "content": self.content})
 
     def after(self, text: str) -> Self:
@@ -59,7 +59,7 @@ class Turn:
         return replace(self, message={**self.message, "content": text + self.content}, breakpoints=breakpoints)
 
     def joined(self, other: Self) -> Self:
-        """Return this turn with the text, reasoning, calls and breakpoints of the next turn appended."""
+        """Return this turn with the text, reasoning, calls and breakpoints of the next turn `other` appended."""
         is_between = bool(self.content and other.content)
         moved = other.after(self.content + _JOINT * is_between)
         message = {**other.message, **self.message, "content": moved.content}
@@ -75,7 +75,7 @@ Rewrite = Callable[[Sequence[Turn]], list[Turn]]
 
 
 def turns_of(conversation: Conversation) -> list[Turn]:
-    """Return the messages of a conversation, each with its breakpoints."""
+    """Return the messages of a conversation as turns, each with its breakpoints."""
     numbered = [*enumerate(conversation.breakpoints)]
     return [
         Turn(message, tuple((number, mark) for number, mark in numbered if mark.message == index))
@@ -100,7 +100,7 @@ def developer_as_system(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def joined_instructions(turns: Sequence[Turn]) -> list[Turn]:
-    """Merge adjacent instructions that have the same role and name."""
+    """Merge adjacent instruction messages that have the same role and name."""
     return _joined(turns, lambda one, other: one.instructs and one.role == other.role and one.has_name_of(other))
 
 
@@ -155,7 +155,7 @@ def text_before_calls(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def text_in_results(turns: Sequence[Turn]) -> list[Turn]:
-    """Move the text of a message with calls into the tool result after it."""
+    """Move the text of each message that calls tools into the tool result that follows it."""
     found: list[Turn] = []
     for turn in turns:
         if found and turn.role == "tool" and found[-1].calls and found[-1].content:

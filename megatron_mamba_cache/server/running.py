@@ -16,7 +16,7 @@ from .exchange import write_line
 
 logger = logging.getLogger(__name__)
 
-# Longer than clients keep idle connections open. The client closes first, so no request hits a closed connection.
+# Clients keep idle connections open for less time, so they close first and never send a request to a closed one.
 KEEP_ALIVE_S = 75
 _BACKSTOP_S = 1.0
 _READY_INTERVAL_S = 0.05
@@ -60,7 +60,7 @@ class DrainingServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Context manager that handles signals in the event loop; outside of the main thread, it does nothing."""
+        """Context manager that handles SIGTERM and SIGINT in the event loop; does nothing outside the main thread."""
         loop = asyncio.get_running_loop()
         handled = []
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -118,7 +118,7 @@ class DrainingServer(uvicorn.Server):
         self._abort_connections()
 
     def _abort_connections(self) -> None:
-        """Close the connections of clients that do not read their responses."""
+        """Close all connections that are still open, because their clients do not read the responses."""
         for connection in list(self.server_state.connections):
             assert isinstance(connection, Connection)
             connection.abort()

@@ -1,4 +1,4 @@
-"""Schemas for client requests. They declare the supported fields; the module `unsupported` lists all others."""
+"""Schemas for client requests. They declare the supported fields; `unsupported` lists the unsupported fields."""
 
 from typing import Annotated, Self
 
@@ -39,8 +39,8 @@ class StreamOptions(PartlySupported):
     model_config = ConfigDict(extra="forbid")
     unsupported = STREAM_OPTIONS
 
-    include_usage: Flag | None = None  # True adds a last chunk with the usage and no choices
-    continuous_usage_stats: Flag | None = None  # True adds the usage so far to each chunk
+    include_usage: Flag | None = None  # True: a stream ends with a chunk that has the usage and no choices
+    continuous_usage_stats: Flag | None = None  # True: each chunk has the usage so far
 
 
 class GenerationFields(AnswerFields):
@@ -120,7 +120,7 @@ class GenerationFields(AnswerFields):
     def _answers_can_end(self) -> Self:
         for name in ("ignore_eos", "min_tokens"):
             if self.answer is not None and getattr(self, name):
-                sentence = f"{self.answer[0]} decides where an answer ends; leave out {name}"
+                sentence = f"{name} cannot be combined with {self.answer[0]}, which decides where the answer ends"
                 raise schema_error("no_end", sentence, name)
         return self
 

@@ -1,6 +1,6 @@
-"""Convert content that chat templates cannot render to text: foreign tool calls, their results, images.
+"""Text that replaces content which chat templates cannot render: foreign tool calls, their results, and images.
 
-A foreign tool is built into another provider's API, such as web search; this server cannot run it.
+A foreign tool, such as web search, is built into another provider's API; this server cannot run it.
 """
 
 import json
@@ -98,7 +98,7 @@ def _written(value: Any) -> str:
 
 
 def _without_data(found: dict[str, Any]) -> Any:
-    """Replace images, files and `data:` URLs in a JSON object with text; if the object is a file, return the text."""
+    """Replace `data:` URLs in a JSON object with placeholders; replace an image or file object with one placeholder."""
     kind = _OMITTED.get(str(found.get("type")))
     if kind is not None:
         return omitted(kind)

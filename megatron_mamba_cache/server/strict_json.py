@@ -31,7 +31,7 @@ def strict_text(value: Any) -> str:
 
 
 def error_of(value: Any) -> str | None:
-    """Return why some JSON parsers would refuse a value, such as "is nested too deeply"; None if none would."""
+    """Return why some JSON parsers would refuse a value, such as "is nested too deeply"; None if all accept it."""
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:

@@ -32,7 +32,7 @@ _PROBE = ({"role": "user", "content": "x"},)
 
 
 class Efforts:
-    """Adapter for `reasoning_effort`; finds the values that a template accepts by rendering a test conversation.
+    """Adapts `reasoning_effort` to the values that a chat template accepts; finds them by rendering test conversations.
 
     `render` renders a conversation; it raises `ValueError` if the template refuses the conversation.
     """
@@ -46,7 +46,7 @@ class Efforts:
         """Return the conversation with `reasoning_effort` changed to the nearest value that the template accepts.
 
         If the template has the variable `enable_thinking`, the effort `none` sets it to false instead, unless the
-        conversation sets it.
+        conversation already has a value for it.
         """
         values = dict(conversation.values)
         effort = values.get(_EFFORT)
@@ -108,7 +108,7 @@ _PROBES: tuple[tuple[Rewrite, tuple[tuple[str, ...], ...]], ...] = (
     (text_in_results, _SAYING),
     (user_text_in_results, ((_USER, _CALL, _RESULT, _USER), (_USER, _CALL, _RESULT, _USER, _REPLY, _USER))),
 )
-"""For each rewrite, test conversations; a template that renders them completely does not need the rewrite."""
+"""Test conversations for each rewrite. A template that renders them completely does not need the rewrite."""
 
 Render = Callable[[Conversation], str]
 
@@ -132,9 +132,9 @@ class TemplateFit:
     """Adapter that rewrites conversations until a chat template renders all of their messages.
 
     A test rendering with a marker in place of each text shows which messages the template renders. Small test
-    conversations determine once which rewrites a template always needs. These apply to every turn, so that its prompt
-    begins like the previous turn's prompt. Reasoning in earlier turns may be left out. `render` raises `ValueError` if
-    the template refuses a conversation.
+    conversations determine once which rewrites a template always needs. These rewrites are always applied, so that each
+    turn's prompt begins with the previous turn's prompt. Reasoning in earlier turns may be left out. `render` raises
+    `ValueError` if the template refuses a conversation.
     """
 
     def __init__(self, render: Render, source: str) -> None:
@@ -145,7 +145,7 @@ class TemplateFit:
     def fitted(self, conversation: Conversation) -> Conversation:
         """Rewrite a conversation so that the template renders all of its messages.
 
-        If the template refuses every rewrite, return one that it refuses; the caller gets the error when rendering it.
+        If the template refuses all rewritten conversations, return one of them; rendering it then raises the error.
 
         Raises:
             ApiError: 400 if the template leaves out a message after every rewrite.
@@ -159,7 +159,7 @@ class TemplateFit:
                 if reading.num_names < len(_named(conversation)):
                     note_ignored("the chat template does not read it", ["messages.name"])
                 return found
-        if reading.unread:  # result for the last set, the empty set
+        if reading.unread:  # from the last attempt, without rewrites
             message = conversation.messages[reading.unread[0]]
             shown = f"begins with {message['content'][:60]!r}" if message["content"] else "calls tools"
             raise bad_request(
@@ -258,7 +258,7 @@ def _with_markers(index: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(conversation: Conversation) -> list[dict[str, Any]]:
-    """Return the messages with a name, except tool results, where the name is the tool's."""
+    """Return the messages that have a name, except tool results, in which it is the tool's name."""
     return [message for message in conversation.messages if "name" in message and message["role"] != "tool"]
 
 

@@ -18,7 +18,7 @@ class Tenant:
 
     @property
     def name(self) -> str:
-        """Hash that identifies the tenant in block keys; "" for the default tenant."""
+        """Hash that identifies the tenant in the keys of cached blocks; "" for the default tenant."""
         if not (self.owner or self.salt):
             return ""
         return hashlib.sha256(json.dumps([self.owner, self.salt]).encode()).hexdigest()
@@ -29,7 +29,7 @@ class ApiKeys:
 
     Args:
         admin_keys: Keys that may also use admin paths; if empty, all keys may.
-        names: Log names by key; logs show an unnamed key as the first eight digits of its digest.
+        names: Names for logs, by key. A key without a name is logged as "key-" and eight digits of its digest.
 
     Raises:
         ValueError: If a key is empty or not valid in a header, or if `admin_keys` is set without `keys`.

@@ -13,10 +13,10 @@ _Utf8 = getincrementaldecoder("utf-8")
 
 
 class IncrementalText:
-    """Incremental detokenizer; its pieces join to the text that the tokens add after earlier tokens.
+    """Incremental detokenizer: returns the text that each new token adds after the tokens `before`.
 
-    The added text is the text of all tokens, minus its common prefix with the text of the earlier tokens alone. If the
-    earlier tokens end inside a character, the character belongs to the token that completes it.
+    The added text is the text of all tokens, minus its common prefix with the text of `before` alone. If `before` ends
+    inside a character, the character belongs to the token that completes it.
 
     Text that a later token may change is held back. This is the case for an incomplete character, and for a run of
     single-byte tokens (see `TokenReader.joins`) until it ends or cannot be UTF-8.
@@ -88,7 +88,7 @@ class IncrementalText:
         return self._take_held(self._reader.text(self._window))
 
     def _restart(self, tokens: Sequence[int]) -> None:
-        """Reset the window to `tokens`, whose text has been returned."""
+        """Reset the window, which is decoded again with each new token, to `tokens`; their text has been returned."""
         self._window: list[int] = []
         self._tail = _Tail(self._reader)
         for token in tokens:
@@ -110,7 +110,10 @@ class IncrementalText:
             self._window.append(token)
 
     def _ended(self, certain: str, num_tokens: int) -> str:
-        """Return the held text of the first `num_tokens` tokens if the new token leaves it unchanged, otherwise ""."""
+        """Return the held text of the first `num_tokens` tokens if the new token leaves it unchanged, otherwise "".
+
+        `certain` is the window's text, including the new token, that later tokens cannot change.
+        """
         earlier = self._reader.text(self._window[:num_tokens])
         if not certain.startswith(earlier):
             return ""
@@ -158,7 +161,7 @@ def common_length(one: Sequence[Any], other: Sequence[Any]) -> int:
 
 
 def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
-    """Return the end of `tokens` that can affect the decoding of later tokens."""
+    """Return the last tokens in `tokens` that can affect how later tokens are decoded."""
     found: list[int] = []
     num_before_run = 0
     for token in reversed(tokens):
@@ -171,7 +174,7 @@ def _last_tokens(reader: TokenReader, tokens: Sequence[int]) -> list[int]:
 
 
 class _Tail:
-    """Decoding state at the end of the window, where later tokens may still change the text.
+    """State of the decoder at the end of the text, which later tokens may still change.
 
     Attributes:
         is_run: True if the latest token belongs to a run of single-byte tokens, which are decoded together.
@@ -209,7 +212,7 @@ class _Tail:
             self.num_open = len(self._utf8.getstate()[0])
 
     def num_held(self, text: str) -> int:
-        """Return the number of U+FFFD at the end of `text` that stand for an incomplete character."""
+        """Return how many U+FFFD at the end of `text` come from an incomplete character."""
         num_replaced = len(text) - len(text.rstrip(REPLACEMENT))
         return min(num_replaced, self._reader.replacements(self.num_open))
 

@@ -39,7 +39,7 @@ class ForeignTool(BaseModel):
 
 
 def own_or_foreign(*own: str) -> Discriminator:
-    """Return a pydantic discriminator: tools with a type in `own` or without a type are own, all others foreign.
+    """Return a pydantic discriminator for own and foreign tools; tools with a type in `own`, or without one, are own.
 
     The tags contain a hyphen, so that `errors.schema_error` removes them from error messages.
     """
@@ -75,7 +75,7 @@ def own_tools(tools: Sequence[_Own | ForeignTool] | None) -> list[_Own]:
 
 
 class Function(BaseModel):
-    """Function that the model may call; `parameters` is a JSON schema. `cache_control` may also be in `Tool`."""
+    """Function that the model may call; `parameters` is a JSON schema. `cache_control` may be here or in `Tool`."""
 
     model_config = ConfigDict(regex_engine="rust-regex")
 
@@ -154,7 +154,7 @@ class AllowedTools(BaseModel):
 
 
 def _plain_choice(found: Any) -> Any:
-    """Return a tool choice with `allowed_tools` unnested, or with a flat function nested."""
+    """Normalize a tool choice: flatten `allowed_tools`, and nest the fields of a flat function."""
     inner = found.get("allowed_tools") if isinstance(found, Mapping) else None
     return {"type": "allowed_tools", **inner} if isinstance(inner, Mapping) else _nested(found)
 

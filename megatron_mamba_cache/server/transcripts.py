@@ -1,4 +1,4 @@
-"""Token ids of earlier prompts and replies; tokenizing a reply's text could give different ids."""
+"""Cache for the token ids of earlier prompts and replies; tokenizing a reply's text could give different ids."""
 
 import threading
 from array import array
@@ -42,9 +42,10 @@ class Transcripts:
         self._lock = threading.Lock()
 
     def longest(self, tenant: Tenant, text: str, adds: bool | None = None) -> Transcript | None:
-        """Return the tenant's longest entry that is a prefix of `text` and has the same `adds`; None if none is.
+        """Return the tenant's longest entry that is a prefix of `text` and has the same `adds`, or None.
 
-        `adds` is the setting for adding special tokens: True, False, or None for the tokenizer's default."""
+        `adds` is the setting for adding special tokens: True, False, or None for the tokenizer's default.
+        """
         with self._lock:
             entries = self._entries.get(tenant.owner, OrderedDict())
             kind = (tenant.salt, adds)

@@ -1,4 +1,4 @@
-"""Unsupported request fields of OpenAI's and vLLM's APIs, and the values that have no effect.
+"""Unsupported request fields of OpenAI's and vLLM's APIs; their values that have no effect are accepted.
 
 To support a field, remove its entry here and add the field to a schema. Fields that cannot change a reply are ignored
 and counted. Examples are the name of a user or session, and fields that affect only speed.
@@ -54,7 +54,7 @@ class Unsupported:
 
     neutral: tuple[Any, ...] = ()  # accepted values, in addition to null
     instead: str = ""  # remedy in the error message; "": derived from `neutral`
-    items: tuple[str, ...] = ()  # accepted items of a list; (): no lists
+    items: tuple[str, ...] = ()  # accepted items of a list; (): lists are not accepted
 
     def takes(self, value: Any) -> bool:
         """Return True if a value is accepted."""
@@ -141,7 +141,7 @@ CHAT: Table = {
     "web_search_options": _NOTHING,
     "moderation": _NOTHING,
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
-    "echo": Unsupported((False,), "leave it out; /v1/completions has it"),
+    "echo": Unsupported((False,), "leave it out, or use /v1/completions"),
 }
 
 
@@ -152,7 +152,7 @@ LABELS = frozenset(
         *("prompt_cache_retention", "prediction"),
     }
 )
-"""Fields that do not change a reply; names that end with "metadata" are treated the same."""
+"""Fields that do not change a reply; other names that end with "metadata" are treated in the same way."""
 
 
 def without_labels(labels: Collection[str], known: Container[str], fields: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Speculative decoding: the drafter protocol, prompt lookup, and the choice of draft lengths."""
+"""Speculative decoding: the drafter protocol, prompt lookup, and the policy for draft lengths."""
 
 from typing import TYPE_CHECKING
 

@@ -20,52 +20,53 @@ LEAST_GAIN = 1.02
 _SURE = 0.999
 
 
-def expected_tokens(chances: FloatArray, counts: IntArray) -> FloatArray:
+def expected_tokens(probabilities: FloatArray, counts: IntArray) -> FloatArray:
     """Return the expected number of tokens that a step produces, summed over all requests; shape [...].
 
     Args:
-        chances: [requests] probability, below 1, that a draft token is accepted given that all earlier ones were.
+        probabilities: [requests] probability, below 1, that a draft token is accepted given that all earlier ones were.
         counts: [..., requests] number of draft tokens.
     """
-    found: FloatArray = ((1 - chances ** (counts + 1)) / (1 - chances)).sum(axis=-1)
+    found: FloatArray = ((1 - probabilities ** (counts + 1)) / (1 - probabilities)).sum(axis=-1)
     return found
 
 
 def best_counts(
-    chances: Sequence[float],
-    rooms: Sequence[int],
+    probabilities: Sequence[float],
+    max_counts: Sequence[int],
     seconds: Callable[[int, int], float],
     plain_seconds: float,
     least_gain: float = LEAST_GAIN,
 ) -> list[int]:
     """Return the draft counts that maximize the expected tokens per second; zeros if drafting is not faster.
 
-    Each threshold in THRESHOLDS gives one candidate, in which a request drafts the tokens that are accepted with at
+    Each threshold in THRESHOLDS gives one candidate: a request then drafts as many tokens as are all accepted with at
     least that probability.
 
     Args:
-        chances: [requests] probability that a draft token is accepted given that all earlier ones were.
-        rooms: [requests] maximum number of draft tokens, 0 or more.
-        seconds: Estimates the time of a step from the total number of draft tokens and the length of the longest draft.
-        plain_seconds: Estimated time of a step without drafts.
-        least_gain: Minimum speedup over a plain step.
+        probabilities: [requests] probability that a draft token is accepted given that all earlier ones were.
+        max_counts: [requests] maximum number of draft tokens, 0 or more.
+        seconds: Function that estimates the seconds for a step from its total number of draft tokens and the length of
+            its longest draft.
+        plain_seconds: Estimated seconds for a step without drafts.
+        least_gain: Minimum speedup over a step without drafts.
     """
-    chance = np.clip(np.asarray(chances, dtype=np.float64), 1e-6, _SURE)
-    tried = np.minimum(_LOG_THRESHOLDS / np.log(chance), rooms).astype(np.int64)  # [thresholds, requests]
+    probability = np.clip(np.asarray(probabilities, dtype=np.float64), 1e-6, _SURE)
+    tried = np.minimum(_LOG_THRESHOLDS / np.log(probability), max_counts).astype(np.int64)  # [thresholds, requests]
     totals, most = tried.sum(axis=1).tolist(), tried.max(axis=1).tolist()
-    tokens = expected_tokens(chance, tried).tolist()
-    best, best_rate, before = None, least_gain * len(chances) / plain_seconds, 0
+    tokens = expected_tokens(probability, tried).tolist()
+    best, best_rate, before = None, least_gain * len(probabilities) / plain_seconds, 0
     for number, total in enumerate(totals):
-        if total > before:  # a lower threshold without more draft tokens changes nothing
+        if total > before:  # otherwise, the lower threshold gives the same counts
             before = total
             rate = tokens[number] / seconds(total, most[number])
             if rate > best_rate:
                 best, best_rate = number, rate
-    return [0] * len(chances) if best is None else [int(count) for count in tried[best]]
+    return [0] * len(probabilities) if best is None else [int(count) for count in tried[best]]
 
 
 OPTIMISM = 0.5
-"""Number of standard errors added to an estimate, so that uncertain drafts are tried."""
+"""Number of standard errors added to an estimate, so that drafts of uncertain acceptance are tried."""
 REQUEST_WINDOW = 32
 """Effective number of draft tokens in the estimate for one request."""
 DRAFTER_WINDOW = 128
@@ -73,25 +74,26 @@ DRAFTER_WINDOW = 128
 
 
 class Acceptance:
-    """Running estimate of the probability that a draft token is accepted given that all earlier ones in its draft were.
+    """Running estimate of the acceptance probability of draft tokens, with less weight for older tokens.
 
-    Older draft tokens have less weight. Draft tokens after the first rejected one do not count.
+    It is the probability that a draft token is accepted given that all earlier tokens in its draft were. Draft tokens
+    after the first rejected one therefore do not count.
 
     Args:
         window: Effective number of draft tokens in the estimate, more than 1.
         weight: Weight of the prior, as a number of draft tokens.
     """
 
-    __slots__ = ("_keep", "_right", "_tried", "_weight")
+    __slots__ = ("_accepted", "_keep", "_tried", "_weight")
 
     def __init__(self, window: int, weight: float) -> None:
         self._keep = 1 - 1 / window
         self._weight = weight
-        self._right = self._tried = 0.0
+        self._accepted = self._tried = 0.0
 
-    def is_known(self, num_tried: int, num_wrong: int) -> bool:
-        """Return True if at least `num_tried` draft tokens have been verified, or at least `num_wrong` rejected."""
-        return self._tried >= num_tried or self._tried - self._right >= num_wrong
+    def is_known(self, num_tried: int, num_rejected: int) -> bool:
+        """Return True if at least `num_tried` draft tokens were verified, or at least `num_rejected` were rejected."""
+        return self._tried >= num_tried or self._tried - self._accepted >= num_rejected
 
     def note(self, num_drafted: int, num_accepted: int) -> None:
         """Update the estimate with the outcome of one draft.
@@ -110,28 +112,28 @@ class Acceptance:
             )
         num_tried = min(num_accepted + 1, num_drafted)
         kept = self._keep**num_tried
-        self._right = kept * self._right + num_accepted
+        self._accepted = kept * self._accepted + num_accepted
         self._tried = kept * self._tried + num_tried
 
-    def chance(self, expected: float) -> float:
+    def probability(self, expected: float) -> float:
         """Return the estimated acceptance probability, with `expected` as the prior."""
-        return (self._right + self._weight * expected) / (self._tried + self._weight)
+        return (self._accepted + self._weight * expected) / (self._tried + self._weight)
 
-    def optimistic_chance(self, expected: float) -> float:
+    def optimistic_probability(self, expected: float) -> float:
         """Return the estimate plus OPTIMISM standard errors, at most 1; a few rejections then do not stop drafting."""
-        chance = self.chance(expected)
-        error = math.sqrt(max(chance * (1 - chance), 0.0) / (self._tried + self._weight + 1))
-        return min(chance + OPTIMISM * error, 1.0)
+        probability = self.probability(expected)
+        error = math.sqrt(max(probability * (1 - probability), 0.0) / (self._tried + self._weight + 1))
+        return min(probability + OPTIMISM * error, 1.0)
 
 
 class ShadowDrafts:
-    """Shadow drafts, which are compared with the tokens generated later but never verified; at most one per request."""
+    """Drafts that are compared with the tokens generated later, without being verified; at most one per request."""
 
     def __init__(self) -> None:
-        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request id -> (start in the reply, draft tokens)
+        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request id -> (index in its reply, draft tokens)
 
     def start(self, request: RunningRequest, tokens: tuple[int, ...]) -> None:
-        """Start a shadow draft at the end of a request's text, replacing any earlier shadow draft."""
+        """Store a shadow draft that continues a request's current text; it replaces any earlier shadow draft."""
         self._drafts[request.request_id] = len(request.generated), tokens
 
     def num_tokens(self, request: RunningRequest) -> int:
@@ -139,17 +141,17 @@ class ShadowDrafts:
         return len(self._drafts[request.request_id][1]) if request.request_id in self._drafts else 0
 
     def ended(self, requests: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
-        """Remove the shadow drafts whose outcome is known; yield (request id, num_drafted, num_correct) for each."""
+        """Remove shadow drafts whose outcome is known; yield (request id, draft length, number correct) for each."""
         for request in requests:
             if request.request_id not in self._drafts:
                 continue
             start, tokens = self._drafts[request.request_id]
             written = request.generated[start : start + len(tokens)]
             pairs = enumerate(zip(written, tokens, strict=False))
-            num_right = next((number for number, (one, other) in pairs if one != other), len(written))
-            if num_right < len(written) or num_right == len(tokens):
+            num_correct = next((number for number, (one, other) in pairs if one != other), len(written))
+            if num_correct < len(written) or num_correct == len(tokens):
                 del self._drafts[request.request_id]
-                yield request.request_id, len(tokens), num_right
+                yield request.request_id, len(tokens), num_correct
 
     def forget(self, request_id: int) -> None:
         """Drop the shadow draft of a request."""

@@ -1,4 +1,4 @@
-"""Schedule decoding requests with their drafts, and advance them when the step has finished."""
+"""Schedule decode requests with their drafts, and advance requests when the step has finished."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ def schedule_decode(
     holds_on_all_ranks: Callable[[bool], bool] = bool,
     allowed: Callable[[RunningRequest, Sequence[int]], Sequence[int]] = lambda _request, drafts: drafts,
 ) -> list[Tensor | None]:
-    """Schedule all decoding requests with their drafts, or without drafts if drafting fails.
+    """Schedule all decode requests with their drafts, or without drafts if the drafter fails.
 
     Args:
         budget: Maximum number of draft tokens in the step; older requests have priority.
-        holds_on_all_ranks: Collective that returns True if a condition holds on all ranks, so that all ranks plan the
-            same step even if the drafter fails on one of them. The default is for one rank.
-        allowed: Returns the leading draft tokens that a request's grammar allows.
+        holds_on_all_ranks: Collective that returns True if a condition is True on all ranks. If the drafter fails on
+            one rank, all ranks then schedule without drafts. The default is for one rank.
+        allowed: Function that returns the leading draft tokens that a request's grammar allows.
 
     Returns:
         For each request, the distributions [drafts, vocab] from which its drafts were sampled, or None if they were not
@@ -38,12 +38,13 @@ def schedule_decode(
         for request in requests:
             cache.schedule_decode(request)
         return []
-    # A step yields up to one token more than its drafts, and must not exceed the length limit of the request.
-    rooms = [max(0, min(planner.max_drafts, request.spec.max_len - request.length - 1)) for request in requests]
-    rooms = [
-        cache.draft_states.most_drafts(request.computed, room) for request, room in zip(requests, rooms, strict=True)
+    # A step generates up to one token more than it has drafts, and must not exceed the request's length limit.
+    max_counts = [max(0, min(planner.max_drafts, request.spec.max_len - request.length - 1)) for request in requests]
+    max_counts = [
+        cache.draft_states.most_drafts(request.computed, room)
+        for request, room in zip(requests, max_counts, strict=True)
     ]
-    counts = planner.counts(requests, rooms, budget)
+    counts = planner.counts(requests, max_counts, budget)
     limits = [DraftLimit(request, count) for request, count in zip(requests, counts, strict=True)]
     distributions: list[Tensor | None] = []
     for request, draft in zip(requests, _plan(limits, planner, cache.counters, holds_on_all_ranks), strict=True):
@@ -64,7 +65,7 @@ def _plan(
         return none
     try:
         drafts = planner.plan(limits)
-    except Exception as error:  # a drafter is user code, and its failure must not fail a request
+    except Exception as error:  # a drafter is user code, and its errors must not fail a request
         drafts, failure = none, error
     if holds_on_all_ranks(failure is None):
         return drafts
@@ -72,7 +73,7 @@ def _plan(
     count = counters.drafting_failures
     if count.bit_count() == 1:  # log failures 1, 2, 4, 8, ...
         reason = "on another rank of the model" if failure is None else repr(failure)
-        _LOG.warning("drafting failed %d times; steps continue without drafts: %s", count, reason)
+        _LOG.warning("the drafter failed %d times; these steps ran without drafts: %s", count, reason)
     for entry in limits:
         planner.forget(entry.request.request_id)
     return none
@@ -85,7 +86,7 @@ def note_hidden_states(
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Pass the planner the hidden state from which each request's newest token was sampled.
+    """Pass the hidden state from which each request's newest token was sampled to the planner.
 
     Args:
         starts: [requests] index of the first row of logits for each request.
@@ -102,9 +103,9 @@ def advance_one_token_requests(
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Append the token that each request decoded without drafts, and publish completed blocks.
+    """Append each request's new token after a step without drafts or prompts, and publish completed blocks.
 
-    A request may already hold blocks for the next step.
+    Requests may hold blocks that are reserved for an overlapped step.
     """
     block_size = cache.block_size
     for request, new in zip(requests, kept, strict=True):
@@ -125,12 +126,12 @@ def advance_requests(
     cache: PrefixCache,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Append the tokens that a step produced, and publish completed blocks of generated text.
+    """Append the tokens that a step produced, and publish the completed blocks of decode requests.
 
-    Blocks of prompt text must have been published before.
+    The completed blocks of prefill requests must have been published before.
 
     Args:
-        kept: New tokens for each request, in order; at least one for a decoding request.
+        kept: [requests][tokens] new tokens that each request keeps; at least one for a decode request.
     """
     for request, new in zip(requests, kept, strict=True):
         request.append(new)

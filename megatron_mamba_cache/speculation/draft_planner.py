@@ -14,12 +14,12 @@ from .drafter import CapturesGraphs, CompilesKernels, Draft, Drafter, DraftReque
 
 _LOG = logging.getLogger(__name__)
 _MOST_SHADOW_DRAFTS = 16
-"""Maximum number of shadow drafts started per step; a request's first lookup is slow, because it indexes the prompt."""
+"""Maximum number of shadow drafts per step, because a request's first lookup indexes its prompt, which takes time."""
 
 
 @dataclass(frozen=True, slots=True)
 class DraftLimit:
-    """A request, and the maximum number of draft tokens for it in the next step; 0 for no drafts."""
+    """A request, and the maximum number of its draft tokens in the next step; 0 for no drafts."""
 
     request: RunningRequest
     limit: int
@@ -31,7 +31,7 @@ class DraftPlanner:
     Args:
         drafter: Proposes the draft tokens.
         max_drafts: Maximum number of draft tokens per request and step, at least 1; use `NoDrafts` for 0.
-        vocab_size: Number of token ids, and width of the distributions.
+        vocab_size: Vocabulary size of the model, and width of the draft distributions.
         policy: Decides how many draft tokens each request gets.
 
     Attributes:
@@ -48,7 +48,7 @@ class DraftPlanner:
         if isinstance(drafter, HasVocabulary) and drafter.vocab_size != vocab_size:
             raise ValueError(
                 f"{type(drafter).__name__} drafts from a vocabulary of {drafter.vocab_size} tokens, but the model's "
-                f"has {vocab_size}; give a draft model with the same vocabulary, padded to the same size"
+                f"vocabulary has {vocab_size}; use a draft model with the same vocabulary, padded to the same size"
             )
         self.max_drafts = max_drafts
         self.reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # cached, because this check is slow
@@ -90,23 +90,23 @@ class DraftPlanner:
         if self._graphs is not None:
             self._graphs.drop_graphs()
 
-    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        """Return the number of draft tokens that the policy allows each request in the next step."""
+    def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
+        """Return the number of draft tokens for each request in the next step; see `DraftPolicy.counts`."""
         self._begin()
-        return self._policy.counts(requests, rooms, budget)
+        return self._policy.counts(requests, max_counts, budget)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
         """Decide the draft counts for the next step in advance, while the current step runs."""
         self._policy.decide_next(requests, self.max_drafts)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return True if these requests, which have no drafts in this step, will have none in the next step either."""
+        """Return True if these requests, which have no drafts in this step, will have none in the next either."""
         return self._policy.stays_paused(requests)
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each request, in order, not longer than its limit.
 
-        Calls the drafter at most once. Leaves the policy's estimates unchanged, so a failed step may be planned again.
+        Calls the drafter at most once. A failed step may be planned again, because this changes no estimates.
 
         Raises:
             ValueError: If the drafter's result violates its protocol; the message names the drafter.
@@ -126,7 +126,7 @@ class DraftPlanner:
         return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
     def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Record how many draft tokens of a request were accepted; ignore a request for which no drafts were planned.
+        """Record how many draft tokens of a request were accepted; do nothing if none were planned for the request.
 
         Args:
             num_drafted: Number of verified draft tokens, after any truncation by the caller.
@@ -150,7 +150,7 @@ class DraftPlanner:
         self._hidden_states[request.request_id] = state
 
     def forget(self, request_id: int) -> None:
-        """Drop all data about a request that finished or was evicted; errors raised by the drafter are only logged."""
+        """Drop all data about a request that finished or was evicted; an error of the drafter is only logged."""
         self._asked.discard(request_id)
         self._shadow_drafts.forget(request_id)
         self._policy.forget(request_id)
@@ -165,32 +165,35 @@ class DraftPlanner:
     def _tell_to_forget(self, request_id: int) -> None:
         try:
             self._drafter.forget(request_id)
-        except Exception as error:  # a drafter is user code, and its failure must not stop the release
-            _LOG.warning("%s cannot forget request %d: %r", type(self._drafter).__name__, request_id, error)
+        except Exception as error:  # a drafter is user code, and its errors must not prevent the release
+            _LOG.warning("%s cannot forget request %d, and raised %r", type(self._drafter).__name__, request_id, error)
 
     def _shadow(self, requests: Sequence[RunningRequest]) -> None:
-        """Evaluate finished shadow drafts and start new ones for paused requests; may overlap with the next step."""
+        """Evaluate finished shadow drafts, and start new ones for these paused requests.
+
+        The next step may run meanwhile.
+        """
         for outcome in self._shadow_drafts.ended(requests):
             self._policy.note(*outcome)
         asked = [request for request in requests if self._shadow_drafts.num_tokens(request) == 0]
-        if len(asked) > _MOST_SHADOW_DRAFTS:  # the remaining requests get shadow drafts after later steps
+        if len(asked) > _MOST_SHADOW_DRAFTS:  # the others have their turn after later steps
             self._turn = (self._turn + _MOST_SHADOW_DRAFTS) % len(asked)
             asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_SHADOW_DRAFTS]
         try:
             drafts = self._propose([DraftRequest(request, self.max_drafts) for request in asked]) if asked else []
-        except Exception as error:  # a drafter is user code, and a failed shadow draft must not fail a step
+        except Exception as error:  # a drafter is user code, and its errors must not fail a step
             self._note_failed_shadow(asked, error)
             return
         for request, draft in zip(asked, drafts, strict=True):
             if draft.tokens:
                 self._shadow_drafts.start(request, draft.tokens)
-        self._policy.resume_if_paying(requests, [self._shadow_drafts.num_tokens(request) for request in requests])
+        self._policy.resume_if_faster(requests, [self._shadow_drafts.num_tokens(request) for request in requests])
 
     def _note_failed_shadow(self, asked: Sequence[RunningRequest], error: Exception) -> None:
         self._num_failed_shadows += 1
         if self._num_failed_shadows.bit_count() == 1:  # log failures 1, 2, 4, 8, ...
             name = type(self._drafter).__name__
-            _LOG.warning("%s failed %d times while its drafts were shadowed: %r", name, self._num_failed_shadows, error)
+            _LOG.warning("%s failed %d times to make shadow drafts: %r", name, self._num_failed_shadows, error)
         for request in asked:
             self._tell_to_forget(request.request_id)
 
@@ -200,32 +203,43 @@ class DraftPlanner:
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = self._drafter.propose(requests)
         if len(drafts) != len(requests):
-            raise self._broken(f"{len(drafts)} drafts for {len(requests)} requests")
+            name = type(self._drafter).__name__
+            raise ValueError(f"drafter {name} returned {len(drafts)} drafts for {len(requests)} requests")
         for request, draft in zip(requests, drafts, strict=True):
             self._check(request, draft)
         return drafts
 
     def _check(self, request: DraftRequest, draft: Draft) -> None:
-        owner = f"for request {request.running.request_id}"
+        name, request_id = type(self._drafter).__name__, request.running.request_id
         if len(draft.tokens) > request.num_tokens:
-            raise self._broken(f"{len(draft.tokens)} tokens {owner}, but at most {request.num_tokens} were requested")
+            raise ValueError(
+                f"drafter {name} returned {len(draft.tokens)} tokens for request {request_id}, but at most "
+                f"{request.num_tokens} were requested"
+            )
         for token in draft.tokens:
-            if not isinstance(token, (int, Integral)):  # int first, because isinstance with an abstract class is slow
-                raise self._broken(f"{type(token).__name__} {token!r} {owner} as a token, but token ids must be ints")
+            if not isinstance(token, (int, Integral)):  # int first, because abstract classes are slow to check
+                raise ValueError(
+                    f"drafter {name} returned {type(token).__name__} {token!r} for request {request_id} as a token, "
+                    "but token ids must be ints"
+                )
             if not 0 <= token < self._vocab_size:
-                raise self._broken(f"token {token} {owner}, but token ids must be in [0, {self._vocab_size})")
+                raise ValueError(
+                    f"drafter {name} returned token {token} for request {request_id}, but token ids must be in "
+                    f"[0, {self._vocab_size})"
+                )
         if draft.distributions is None:
             return
         needed, found = (len(draft.tokens), self._vocab_size), tuple(draft.distributions.shape)
         if found != needed:
-            raise self._broken(f"distributions of shape {list(found)} {owner}, but the shape must be {list(needed)}")
-        if not draft.distributions.is_floating_point():
-            raise self._broken(
-                f"distributions of dtype {draft.distributions.dtype} {owner}, but the dtype must be floating-point"
+            raise ValueError(
+                f"drafter {name} returned distributions of shape {list(found)} for request {request_id}, but the shape "
+                f"must be {list(needed)}"
             )
-
-    def _broken(self, what: str) -> ValueError:
-        return ValueError(f"drafter {type(self._drafter).__name__} returned {what}")
+        if not draft.distributions.is_floating_point():
+            raise ValueError(
+                f"drafter {name} returned distributions of dtype {draft.distributions.dtype} for request {request_id}, "
+                "but the dtype must be floating-point"
+            )
 
 
 class NoDrafts:
@@ -245,7 +259,7 @@ class NoDrafts:
     def drop_graphs(self) -> None:
         """Do nothing."""
 
-    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
+    def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
         """Return 0 for each request."""
         return [0] * len(requests)
 

@@ -14,11 +14,11 @@ class DraftRequest:
     """A running request and the number of tokens that the drafter may propose for it.
 
     Args:
-        running: The running request, read-only; `running.tokens(0, running.length)` is its text so far. Do not keep a
-            reference after the call.
+        running: The running request, read-only; `running.tokens(0, running.length)` is its text so far. The drafter
+            must not keep a reference after the call.
         num_tokens: Maximum number of draft tokens, at least 1.
         hidden_state: [hidden] on the model's device: the hidden state after the final norm from which the newest token
-            was sampled. None unless the drafter is a `ReadsHiddenStates`.
+            was sampled. None unless the drafter implements `ReadsHiddenStates`.
     """
 
     running: RunningRequest
@@ -48,22 +48,21 @@ class Draft:
 
 @runtime_checkable
 class Drafter(Protocol):
-    """Proposes draft tokens. Proposals never change the distribution of the output.
+    """Interface of drafters, which propose draft tokens. Proposals never change the distribution of the output.
 
-    Proposals must not depend on the random numbers used for verification: a drafter that samples has its own random
+    Proposals must not depend on the random numbers used for verification: a drafter that samples uses its own random
     numbers, and returns the exact distributions from which it sampled. Each rank runs its own drafter, and all ranks
-    must propose the same tokens. Until a request is forgotten, its text only grows, by any number of tokens per call.
+    must propose the same tokens. Until `forget` is called for a request, its text only grows between calls.
     """
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each request, in order; a draft is empty if there is no good proposal.
 
-        Each request occurs at most once. If the call raises, the step runs without drafts, and the drafter must remain
-        usable.
+        Each request occurs at most once. If the call raises, the step runs without drafts; later calls must still work.
         """
 
     def forget(self, request_id: int) -> None:
-        """Drop the state of a request that left the engine but may return; ignore an unknown request."""
+        """Drop the data of a request that has left the engine but may return; do nothing for an unknown request."""
 
 
 @runtime_checkable
@@ -86,14 +85,14 @@ class ReadsHiddenStates(Protocol):
 
 @runtime_checkable
 class TakesTime(Protocol):
-    """A drafter that estimates the time for its proposals, so that it is called only when drafting is faster.
+    """A drafter that estimates how long its proposals take, so that it is called only if drafting saves time.
 
     A drafter whose estimate is 0 may be called after any step to make shadow drafts. Other drafters are called in
     occasional trial steps.
     """
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
-        """Estimate the seconds to propose up to `num_drafts` tokens per request; must be equal on all ranks."""
+        """Return the estimated seconds to propose up to `num_drafts` tokens per request; must be equal on all ranks."""
 
 
 @runtime_checkable
@@ -110,13 +109,13 @@ class CapturesGraphs(Protocol):
 
     @property
     def wants_graphs(self) -> bool:
-        """True when configured graphs have been dropped; the engine then calls `capture` before its next step."""
+        """True if graphs are configured but not captured; the engine then calls `capture` before its next step."""
 
     def capture(self) -> None:
-        """Capture the graphs again, or disable them permanently if that is not possible."""
+        """Capture the graphs, or disable them permanently if that is not possible."""
 
     def check_weights(self) -> None:
-        """Drop the graphs if the weights are at new addresses; called when the engine is flushed or resumed."""
+        """Drop the graphs if the weights have new addresses; called when the engine is flushed or resumed."""
 
     def drop_graphs(self) -> None:
         """Drop all graphs when the engine is closed. They are captured again if it runs another step."""

@@ -1,4 +1,4 @@
-"""Drafter that finds an earlier occurrence of the newest tokens and proposes the tokens after it."""
+"""Prompt lookup: a drafter that finds an earlier occurrence of the last tokens and proposes the tokens after it."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -17,16 +17,16 @@ _NOWHERE = -1
 
 
 class SuffixIndex:
-    """N-gram index of a growing text that finds earlier occurrences of its end, with hash chains as in LZ77.
+    """N-gram index of a growing text that finds earlier occurrences of its last tokens, with hash chains as in LZ77.
 
-    `newest` maps the hash of an n-gram to its last position, and `previous` maps each position to the previous
-    position with the same hash. A chain therefore visits occurrences from the most recent to the oldest; comparing
-    tokens rules out hash collisions. The index takes 12 to 20 bytes per token.
+    `_newest` maps the hash of an n-gram to the last position with this hash, and `_previous` maps each position to the
+    previous one. A chain therefore visits occurrences from the most recent to the oldest; comparing tokens rules out
+    hash collisions. The index takes 12 to 20 bytes per token.
 
     Args:
         min_match: Minimum length of a match in tokens, and length of the n-grams.
         max_match: Maximum length of a match in tokens.
-        max_candidates: Maximum number of occurrences that are compared, most recent first.
+        max_candidates: Maximum number of earlier occurrences to compare, most recent first.
     """
 
     def __init__(self, min_match: int, max_match: int, max_candidates: int) -> None:
@@ -46,7 +46,7 @@ class SuffixIndex:
         return tokens
 
     def extend(self, tokens: npt.ArrayLike) -> None:
-        """Append tokens [n], each in [0, 2**31), to the text, in amortized constant time per token."""
+        """Append tokens, [n] in [0, 2**31), to the text; takes amortized constant time per token."""
         added = np.asarray(tokens, dtype=np.int32)
         start, end = self._length, self._length + len(added)
         must_grow = end > len(self._text)
@@ -58,10 +58,10 @@ class SuffixIndex:
         self._file(first if must_grow else max(first, start), end)
 
     def continuation(self, num_tokens: int) -> tuple[int, ...]:
-        """Return the `num_tokens` tokens after the longest earlier match of the text's end; empty if there is none.
+        """Return `num_tokens` tokens that follow the longest earlier match of the text's end; empty without a match.
 
-        Among matches of equal length, the most recent is used. If the text ends before `num_tokens`, the copied tokens
-        are repeated, so that a repetition continues.
+        Among matches of equal length, the most recent is used. If fewer tokens follow the match, they are repeated, so
+        that a repetition in the text continues.
         """
         start = self._match_end()
         if start == 0:
@@ -71,7 +71,7 @@ class SuffixIndex:
         return tuple((followed * num_copies)[:num_tokens])
 
     def _reserve(self, capacity: int) -> None:
-        """Grow the buffers to `capacity` tokens. The text is kept, but the index becomes empty."""
+        """Reallocate the buffers for `capacity` tokens. The text is kept, but the index becomes empty."""
         text = np.empty(capacity, dtype=np.int32)
         text[: self._length] = self._text[: self._length]
         self._text = text
@@ -79,7 +79,7 @@ class SuffixIndex:
         num_bits = capacity.bit_length()
         self._newest = np.full(1 << num_bits, _NOWHERE, dtype=np.int32)
         self._shift = 64 - num_bits
-        # Reading a single number is several times faster from a memoryview than from an array.
+        # Reading one element from a memoryview is several times faster than from a NumPy array.
         self._text_view = self._text.data
         self._previous_view = self._previous.data
         self._newest_view = self._newest.data
@@ -98,7 +98,7 @@ class SuffixIndex:
     def _file_many(self, start: int, end: int) -> None:
         text = self._text[start + 1 - self._min_match : end].astype(np.uint64)
         grams = (text[offset : offset + end - start] for offset in range(self._min_match))
-        # Pack both numbers into one integer, because sorting values is several times faster than argsort.
+        # Pack hash and position into one integer, because sort is several times faster than argsort.
         pairs = _hash_grams(grams, self._shift) << 32 | np.arange(start, end, dtype=np.uint64)
         pairs.sort()
         buckets, positions = (pairs >> 32).astype(np.int64), (pairs & 0xFFFFFFFF).astype(np.int64)
@@ -142,7 +142,7 @@ class SuffixIndex:
 
 
 def _hash_grams(grams: Iterable[Any], shift: int) -> Any:
-    """Hash one n-gram, or an array of n-grams, to 64 - `shift` bits.
+    """Return the hash, of 64 - `shift` bits, of one n-gram or of an array of n-grams.
 
     Item i of `grams` is token i of the n-gram, or a uint64 array with token i of each n-gram.
     """
@@ -162,7 +162,7 @@ class PromptLookupDrafter:
 
     Args:
         min_match: Minimum number of last tokens that must occur earlier.
-        max_match: Maximum number of last tokens to compare; among equal matches, the most recent is used.
+        max_match: Maximum number of last tokens to compare; the most recent of the longest matches is used.
         max_candidates: Maximum number of earlier occurrences to compare, most recent first.
 
     Raises:
@@ -190,11 +190,11 @@ class PromptLookupDrafter:
         return 0.0
 
     def forget(self, request_id: int) -> None:
-        """Free the index of a request; ignore an unknown request."""
+        """Free the index of a request; do nothing for an unknown request."""
         self._indices.pop(request_id, None)
 
     def _current_index(self, request: RunningRequest) -> SuffixIndex:
-        """Return the up-to-date index of a request's text; rebuild it if the text has been replaced."""
+        """Return the index of a request's whole text; rebuild it if the request has another text than before."""
         index = self._indices.get(request.request_id)
         if index is None or not _continues(index, request):
             index = SuffixIndex(self._min_match, self._max_match, self._max_candidates)

@@ -1,6 +1,6 @@
-"""Estimate the time of a decode step from the bytes that it reads, to weigh the cost of drafts.
+"""Estimate the time of a decode step from the bytes that it reads, to decide on the number of drafts.
 
-A step with few tokens reads all weights of dense layers, so draft tokens are almost free there. An MoE layer reads only
+A dense layer reads all its weights even for one token, so draft tokens are almost free there. An MoE layer reads only
 the experts to which tokens are routed, so five tokens read nearly five times as many experts as one token. Times are
 estimated, not measured, so that all ranks of a model plan the same drafts.
 """
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeviceSpeed:
-    """Speed of a device. Only the ratios matter, and they differ little between GPUs of one kind.
+    """Speed of a device. Only the ratios of these values matter for draft counts.
 
     Args:
         bytes_per_s: Memory bandwidth in bytes per second.
         macs_per_s: Multiply-adds per second.
         layer_s: Fixed overhead per layer, in seconds.
-        drafts_s: Extra host latency of a step with drafts, in seconds. The step is launched only after the tokens of
-            the previous step have been read.
+        drafts_s: Extra host latency of a step with drafts, in seconds: the step can only be launched after the tokens
+            of the previous step have been read.
     """
 
     bytes_per_s: float
@@ -29,19 +29,19 @@ class DeviceSpeed:
 GPU = DeviceSpeed(4.3e12, 3.4e14, 12e-6, 0.9e-3)
 """Speed of an H200; see `benchmarks/results/speculation.md`."""
 CPU = DeviceSpeed(1e10, 3e9, 7e-4, 5e-4)
-"""Speed of two CPU cores, for which call overhead and multiply-adds dominate."""
+"""Speed of two CPU cores, where call overhead and arithmetic dominate."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepReads:
-    """Bytes that a decode step of a model reads on each rank; equal on all ranks.
+    """Bytes that a decode step reads on a rank, by part of the model; equal on all ranks.
 
     Args:
         num_layers: Number of layers in the model.
         weights: Bytes of the weights that every step reads, including the output layer.
         expert: Bytes of one expert, summed over the MoE layers.
         num_experts: Number of experts per layer on a rank; 0 if the model has no MoE layers.
-        chosen: Fraction of a layer's experts to which each token is routed.
+        chosen: Fraction of a layer's experts to which each token is routed: top-k / number of experts.
         num_expert_ranks: Number of ranks whose tokens may be routed to the experts on one rank.
         state: Bytes of the recurrent states of one request.
         draft: Bytes read and written per draft token.
@@ -78,7 +78,12 @@ class StepTime:
     width: int = 0
 
     def seconds(self, num_requests: int, num_drafts: int, num_cached: int = 0) -> float:
-        """Return the estimated seconds for a step, given the total numbers of draft tokens and of cached tokens."""
+        """Return the estimated seconds for a step.
+
+        Args:
+            num_drafts: Total number of draft tokens.
+            num_cached: Total number of cached tokens that attention reads.
+        """
         reads, device = self.reads, self.device
         num_bytes = reads.weights + reads.expert * reads.experts_hit(num_requests + num_drafts)
         num_bytes += num_requests * reads.state + num_drafts * reads.draft + num_cached * reads.cached_token

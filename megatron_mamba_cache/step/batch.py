@@ -24,15 +24,16 @@ from .shapes import StepShape, pad_tail
 class StepBatch:
     """Inputs of one step for the model and the sampler, as device tensors.
 
-    Tokens are packed: each decode request's base token and drafts, then each prefill request's tokens. Token indices in
-    `prefill` are relative to the first prefill token. All tensors except the int64 tensors are views of `StepBuffers`.
+    Tokens are packed: each decode request's newest token and its drafts, then each prefill request's tokens. Token
+    indices in `prefill` are relative to the first prefill token. The tensors are views of `StepBuffers`, except for
+    some tensors of `logits` in a step with drafts.
     """
 
     requests: tuple[RunningRequest, ...]
     request_ids: tuple[int, ...]  # [requests]
     row_indices: Sequence[int]  # [requests] index of each request in the step's tensors; other indices are padding
     num_tokens: int
-    num_exchanged: int  # tokens that each expert-parallel rank exchanges, padding included
+    num_exchanged: int  # number of tokens that each expert-parallel rank exchanges, padding included
     num_decode_requests: int
     num_decode_tokens: int
     token_ids: Tensor  # [tokens] int64
@@ -48,14 +49,14 @@ class StepBatch:
     align: AlignBatch | None  # None if no decode request can reach a boundary; `accepted` is set after verification
 
     def with_own_verification(self) -> "StepBatch":
-        """Return the batch with copies of the tensors that verification reads and later steps overwrite."""
+        """Return a batch with copies of the tensors that verification reads, because later steps overwrite them."""
         align = None if self.align is None else with_own_tensors(self.align)
         replay = None if self.replay is None else with_own_tensors(self.replay)
         return replace(self, logits=self.logits.clone(), align=align, replay=replay)
 
     @torch.inference_mode()
     def forget_boundaries(self, row_indices: Iterable[int]) -> None:
-        """Skip the boundary states of these finished requests, because their slots may have new owners."""
+        """Do not write the boundary states of these finished requests, because their slots may have new owners."""
         if self.align is not None:
             for row in row_indices:
                 self.align.targets[row].fill_(PAD_SLOT)
@@ -65,9 +66,9 @@ class StepBatch:
 class StepGeometry:
     """Block size, chunk size and dummy block, which determine the layout of every step."""
 
-    block_size: int
+    block_size: int  # number of tokens per KV block
     grain: int  # number of tokens per prefill chunk; the block size is a multiple
-    dummy_block: BlockId
+    dummy_block: BlockId  # receives the KV of padding tokens; never read
 
 
 def lay_out_step(
@@ -83,10 +84,10 @@ def lay_out_step(
 
     Args:
         requests: Decoding requests first, then prefilling ones; each with `scheduled` tokens.
-        draws_ratios: True if drafts were sampled from distributions. Their verification needs random numbers.
-        purpose: Use of the random numbers, e.g. sampling or drafting; part of their seed.
-        num_exchanged: Largest number of tokens on any expert-parallel rank; this rank's own number is used if it is
-            larger.
+        draws_ratios: True if any draft was sampled from a distribution; its verification needs random numbers.
+        purpose: What the random numbers are used for, e.g. sampling or drafting; part of their seed.
+        num_exchanged: Number of tokens that each expert-parallel rank exchanges. If it is less than this step's number
+            of tokens, that number is used.
     """
     num_chunks = _write(requests, buffers, geometry, purpose, draws_ratios=draws_ratios)
     buffers.send(len(requests))
@@ -103,7 +104,7 @@ def send_padded_step(
     draws_ratios: bool = False,
     purpose: DrawPurpose = DrawPurpose.SAMPLE,
 ) -> None:
-    """Write a step padded by `StepShape.pad` and send it to the device, where captured views read it."""
+    """Write a step padded by `StepShape.pad` and copy it to the device, where captured graphs read it."""
     _write(padded, buffers, geometry, purpose, draws_ratios=draws_ratios)
     pad_tail(padded, buffers, geometry.dummy_block, shape, shape.num_chunks(geometry.grain))
     buffers.send(len(padded))
@@ -117,7 +118,7 @@ def _write(
     *,
     draws_ratios: bool,
 ) -> int:
-    """Write all integers of a step; return its number of chunks."""
+    """Write all inputs of a step to the host buffer; return its number of prefill chunks."""
     num_decode = num_decoding(requests)
     buffers.begin()
     _write_requests(requests, buffers, geometry.block_size)
@@ -160,7 +161,7 @@ def _write_tokens(
     index = at // block_size
     buffers.host_int64("token_positions")[:num_tokens] = at
     buffers.host("token_offsets")[:num_tokens] = at - index * block_size
-    # A cached block already contains the KV of these tokens, and other requests may read it.
+    # A shared block already contains the KV of its tokens and must not change, so they go to the dummy block instead.
     num_shared = np.fromiter((request.num_shared_blocks for request in requests), np.int32, num_requests)
     blocks = np.where(index < num_shared[owners], geometry.dummy_block, buffers.host_block_table()[owners, index])
     buffers.host("token_blocks")[:num_tokens] = blocks
@@ -181,7 +182,7 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
     live_slots = [request.cursor.live_slot for request in requests]
     if fold_len:
         buffers.host("live_slots")[:num_requests] = live_slots
-        columns[:num_requests] = buffers.host("live_slots")[:num_requests, None]  # it holds all conv windows
+        columns[:num_requests] = buffers.host("live_slots")[:num_requests, None]  # the live slot holds the conv windows
         buffers.host("draft_buffers")[:num_requests] = [request.cursor.draft_buffer or 0 for request in requests]
         buffers.host("folded")[:num_requests] = [num_folded(request, fold_len) for request in requests]
         return
@@ -193,9 +194,9 @@ def write_live_states(requests: Sequence[RunningRequest], buffers: StepBuffers) 
 
 
 def view_step(requests: Sequence[RunningRequest], buffers: StepBuffers, num_chunks: int) -> StepBatch:
-    """Return the device views of a sent step, sized by its numbers of requests, tokens and drafts.
+    """Return views of a step's inputs on the device, sized by its numbers of requests, tokens and drafts.
 
-    The addresses are fixed: a graph captured with these views reads the most recently sent step.
+    The addresses are fixed: a graph captured with these views reads the step that was sent last.
     """
     num_decode = num_decoding(requests)
     num_tokens = sum(request.scheduled for request in requests)

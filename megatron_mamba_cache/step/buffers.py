@@ -1,7 +1,7 @@
-"""One fixed-address buffer with all integer inputs of a step, copied to the device at once.
+"""Fixed-address device buffer with all inputs of a step, which are copied from the host in one transfer.
 
-Kernels and captured graphs read views with fixed addresses. The host writes a buffer with the same layout, pinned if
-possible. The block table is the last section, so that a step copies only the table rows that it uses.
+Kernels and captured graphs read views with fixed addresses. The host writes a buffer with the same layout, in pinned
+memory if the device is a GPU. The block table is the last section, so that a step copies only the rows that it uses.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class HostCopy:
 
 
 def stream_of(tensor: Tensor) -> torch.cuda.Stream:
-    """Return the current stream of a CUDA tensor's device; looking it up by index is fastest."""
+    """Return the current stream of a CUDA tensor's device, looked up by device index because that is fastest."""
     return torch.cuda.current_stream(tensor.get_device())
 
 
@@ -107,7 +107,7 @@ class StepBuffers:
     @staticmethod
     def _section_sizes(limits: StepLimits) -> dict[str, int]:
         sizes = {name: limits.max_requests for name in StepBuffers.SECTIONS}
-        sizes["token_ids"] = sizes["token_positions"] = 2 * limits.max_tokens  # int64, as the model reads them
+        sizes["token_ids"] = sizes["token_positions"] = 2 * limits.max_tokens  # int64
         sizes["token_blocks"] = sizes["token_offsets"] = limits.max_tokens
         sizes["real_tokens"] = limits.max_tokens if limits.marks_real_tokens else 0
         sizes["source_slots"] = limits.max_requests if limits.restores_states else 0
@@ -144,11 +144,11 @@ class StepBuffers:
         return self.host("block_table").reshape(self.limits.max_requests, self.limits.max_blocks)
 
     def host_columns(self) -> npt.NDArray[np.int32]:
-        """Return the host draft-window columns, [max_requests, 1 + max_drafts]."""
+        """Return each request's live slot and draft slots on the host, [max_requests, 1 + max_drafts]."""
         return self.host("columns").reshape(self.limits.max_requests, 1 + self.limits.max_drafts)
 
     def device_columns(self) -> Tensor:
-        """Return the device draft-window columns, [max_requests, 1 + max_drafts]."""
+        """Return each request's live slot and draft slots on the device, [max_requests, 1 + max_drafts]."""
         return self.device("columns").view(self.limits.max_requests, 1 + self.limits.max_drafts)
 
     def device_block_table(self) -> Tensor:
@@ -156,18 +156,18 @@ class StepBuffers:
         return self.device("block_table").view(self.limits.max_requests, self.limits.max_blocks)
 
     def begin(self) -> None:
-        """Wait until the previous step has been copied from the host buffer, so that the next can be written."""
+        """Wait until the previous step has been copied to the device, so that the host buffer can be overwritten."""
         self.num_begun += 1
         if self._copied is not None:
             self._copied.synchronize()
 
     def send(self, num_table_rows: int) -> None:
-        """Copy all sections, and the first rows of the block table, to the device in one copy."""
+        """Copy all sections to the device in one transfer; of the block table, only the first `num_table_rows` rows."""
         used = self._spans["block_table"].start + num_table_rows * self.limits.max_blocks
         self._device[:used].copy_(self._host[:used], non_blocking=True)
         if self._copied is not None:
             self._copied.record(stream_of(self._device))
 
     def feed(self, tokens: Tensor) -> None:
-        """Replace the first n token ids on the device by `tokens`, [n]. Call this after `send`."""
+        """Replace the first n token ids on the device with `tokens`, [n]. Call this after `send`."""
         self.device_int64("token_ids")[: tokens.shape[0]].copy_(tokens)

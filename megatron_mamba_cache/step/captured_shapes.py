@@ -12,7 +12,7 @@ from .shapes import StepShape
 def engine_shapes(
     config: CacheConfig, limits: StepLimits, most_launched: int | None, *, is_shared: bool
 ) -> list[StepShape]:
-    """Return the shapes to capture for an engine. `most_launched` and `is_shared` are explained in `prefill_shapes`."""
+    """Return the shapes to capture for an engine; see `prefill_shapes`. None as `most_launched` sets no limit."""
     count, max_requests, most_tokens = config.num_cuda_graphs, config.max_requests, config.most_graph_tokens
     shapes = decode_shapes(count, max_requests, limits.max_drafts, limits.max_tokens, room=limits.max_requests)
     most_launched = most_launched or most_tokens
@@ -23,8 +23,8 @@ def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | N
     """Return the shapes to capture for a draft model. Its steps contain only prefill requests.
 
     A drafting round first computes the tokens that each request gained since the last round, usually a few. Each
-    further step computes one draft token per request. Prompts use the shapes for many requests. `most_launched` is
-    explained in `prefill_shapes`.
+    further step computes one draft token per request. Prompts use the shapes for many requests. `most_launched` limits
+    the number of tokens, as in `prefill_shapes`; None sets no limit.
     """
     max_requests, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)
@@ -45,8 +45,8 @@ def decode_shapes(count: int, max_requests: int, max_drafts: int, max_tokens: in
 
     Args:
         max_requests: Maximum number of running requests.
-        room: Maximum number of requests in a shape, padding included. A batch with a slow number of tokens gets one
-            padding request if it fits.
+        room: Maximum number of requests in a shape, padding included. If GEMMs are slow for a shape's number of tokens
+            (see `_is_slow`), the shape gets one more request, within this limit.
     """
     shapes = []
     for width in sorted({1, 1 + max_drafts}):
@@ -64,18 +64,16 @@ def prefill_shapes(
 ) -> list[StepShape]:
     """Return shapes of up to `most_tokens` prompt tokens, with few and with many prefill requests.
 
-    Shapes with few prefill requests have zero, some or all decode requests. Few requests get their own shapes, because
-    the scan then uses more thread blocks per request. Many prefill requests come in bursts, so their shapes have fewer
-    sizes, and always decode requests. A shape may have up to `most_padding_requests` more requests than can run.
-
-    An odd number of decode requests avoids slow GEMM sizes, see `_is_slow`. "Some" decode requests are an odd number,
-    about an eighth of `max_requests`.
+    Few prefill requests get their own shapes, because the scan then uses more thread blocks per request. These shapes
+    have no decode requests, some or all. "Some" means about an eighth of `max_requests`; the number is odd to avoid
+    slow GEMM sizes, see `_is_slow`. Shapes with many prefill requests serve bursts of prompts: there are fewer of them,
+    and each has decode requests. A shape may have up to `most_padding_requests` more requests than can run.
 
     Args:
         most_launched: Number of tokens up to which launching a step takes longer than computing it. Above it, padding
             costs more than a graph saves, so no shape with many requests is larger.
-        is_shared: True if expert-parallel ranks run steps of the same shape. One rank may fill its decode requests and
-            another its prompts, so "all" then means `max_requests`, or one more.
+        is_shared: True if expert-parallel ranks run steps of the same shape. One rank may have `max_requests` decode
+            requests while another has prompts, so "all" then means `max_requests`, or one more to make it odd.
     """
     few, many = _few_and_many(max_requests)
     some = (max_requests // _PART - 1) | 1 if max_requests >= _PART * _FEW_REQUESTS else 0
@@ -83,7 +81,7 @@ def prefill_shapes(
     shapes = list(_shapes_after((0, some, alongside_few), few, _sizes_of_few, most_tokens, max_tokens))
     fullest = StepShape(max_requests - 1, 1, few, min(most_tokens, max_tokens - (max_requests - 1)))
     if is_shared and fullest.num_prefill_tokens > max(few - 1, max_tokens - alongside_few) and fullest not in shapes:
-        shapes.append(fullest)  # of one rank alone
+        shapes.append(fullest)  # the largest step of a single rank
     if many > few:
         after, most_tokens = {some or alongside_many, alongside_many}, min(most_tokens, most_launched)
         shapes += _shapes_after(after, many, _sizes_of_many, most_tokens, max_tokens)
@@ -108,7 +106,7 @@ _LEAST_LARGER = 24  # minimum distance between sizes, in prompt tokens
 
 
 def _few_and_many(max_requests: int) -> tuple[int, int]:
-    """Return the numbers of prefill requests in shapes for few and for many; equal if `max_requests` is small."""
+    """Return the number of prefill requests in shapes with few and with many; equal if `max_requests` is small."""
     return min(_FEW_REQUESTS, max_requests), min(_MANY_REQUESTS, max_requests)
 
 
@@ -129,9 +127,9 @@ def _shapes_after(
 def _sizes_of_few(most_tokens: int, num_decode: int) -> list[int]:
     """Return prompt-token counts for few requests: dense for small steps, then 512 apart, wider from 4,096 on.
 
-    Some counts make the step's total, decode requests included, one of `_FAST_TOTALS`. GEMMs over 351 tokens take 0.86
-    of the time for 384, and 447 tokens 0.86 of the time for 512. GEMMs over 639 and 895 tokens take 0.84 to 0.85 of the
-    time for 768 and 1,024 (8B model, H100).
+    Some counts are added so that the step's total, decode requests included, is one of `_FAST_TOTALS`. GEMMs over 351
+    tokens take 0.86 of the time for 384 tokens, and 447 tokens 0.86 of the time for 512. GEMMs over 639 and 895 tokens
+    take 0.84 to 0.85 of the time for 768 and 1,024 (8B model, H100).
     """
     regular = list(_regular_sizes(_SMALL_SIZES_OF_FEW, most_tokens))
     between = [total - num_decode for total in _FAST_TOTALS if total - num_decode > regular[0]]
@@ -179,7 +177,7 @@ def _is_slow(num_tokens: int) -> bool:
 def _batch_sizes(count: int, max_requests: int) -> list[int]:
     """Return up to `count` batch sizes that grow by a constant factor and end with `max_requests`.
 
-    Sizes from 8 on are rounded to multiples of 8; a step takes the same time with them.
+    Sizes above 8 are rounded up to multiples of 8, which does not make a step slower.
     """
     if not max_requests:
         return []

@@ -1,7 +1,7 @@
-"""Apply each request's logit biases, penalties for earlier tokens, and token masks.
+"""Apply logit biases, penalties for repeated tokens, and token masks to the logits of a step.
 
-The changes at a position depend only on the text before it, also at positions after drafts. Tokens therefore do not
-depend on drafts, the batch or the cache.
+The changes at a position depend only on the request's text before it, including drafts. The sampled tokens therefore do
+not depend on the number of drafts, the batch or the cache.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..kernels.sampling.logits_changes import PenalisedRows, penalise
+from ..kernels.sampling.logits_changes import PenalizedRows, penalize
 from ..policy.requests import RunningRequest
 from .grammar_masks import GrammarMasks
 
@@ -39,8 +39,12 @@ class SeenTokens:
         """True if no request has counted tokens."""
         return not self._texts
 
-    def penalise(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
-        """Apply penalties in place to logits, [logits, vocab] float32, for requests given with their first rows."""
+    def penalize(self, requests: Sequence[tuple[int, RunningRequest]], logits: Tensor) -> None:
+        """Apply penalties to logits, [logits, vocab] float32, in place.
+
+        Args:
+            requests: Pairs of a request's first logits row and the request.
+        """
         self._count(requests, logits)
         rows: list[int] = []
         texts: list[int] = []
@@ -58,9 +62,9 @@ class SeenTokens:
         numbers = [*rows, *texts, 0, *accumulate(counts), *drafts]
         sent = torch.tensor(numbers, dtype=torch.int32).to(device, non_blocking=True)
         num = len(rows)
-        penalise(
+        penalize(
             logits,
-            PenalisedRows(
+            PenalizedRows(
                 logits_rows=sent[:num],
                 texts=sent[num : 2 * num],
                 cu_drafts=sent[2 * num : 3 * num + 1],
@@ -114,11 +118,11 @@ class SeenTokens:
 
 
 _Requests = Sequence[tuple[int, RunningRequest]]
-"""Requests, and where the logits of each begin."""
+"""Pairs of a request's first logits row and the request."""
 
 
 class LogitsChanges:
-    """Changes that requests make to logits before sampling, with the token counts for penalties on the device."""
+    """Applies the requests' changes to the logits of a step, and stores their token counts for penalties."""
 
     def __init__(self, masks: GrammarMasks) -> None:
         self.masks = masks
@@ -141,14 +145,14 @@ class LogitsChanges:
         self.masks.apply(logits)
         _add_biases(changed, logits)
         _mask_ends(changed, logits)
-        penalised = [(start, request) for start, request in changed if request.spec.sampling.logits.depends_on_text]
-        if penalised:
-            self._seen.penalise(penalised, logits)
+        penalized = [(start, request) for start, request in changed if request.spec.sampling.logits.depends_on_text]
+        if penalized:
+            self._seen.penalize(penalized, logits)
         _mask_improbable(changed, logits)
         return logits
 
     def forget(self, request_id: int) -> None:
-        """Forget the token counts of a request."""
+        """Forget the grammar matcher and the token counts of a request."""
         self.masks.forget(request_id)
         self._seen.forget(request_id)
 
@@ -168,7 +172,7 @@ def _add_biases(requests: _Requests, logits: Tensor) -> None:
 
 
 def _mask_ends(requests: _Requests, logits: Tensor) -> None:
-    """Mask the end tokens of requests with fewer than `min_tokens` tokens."""
+    """Mask the end tokens at positions before which a request has fewer than `min_tokens` generated tokens."""
     masked = []
     for start, request in requests:
         sampling = request.spec.sampling

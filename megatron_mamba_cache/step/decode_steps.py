@@ -16,7 +16,7 @@ from .buffers import StepBuffers
 from .logits import Draws, write_next_uniforms, write_uniforms
 
 _COUNTED_BY_REQUEST = ("computed", "kv_lengths", "last_block_lens")
-"""Sections that grow by the tokens that a request keeps."""
+"""Sections whose values grow by the number of tokens that a request keeps in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class RequestEnds:
         return RequestEnds(end_ids, np.array([request.spec.max_len for request in requests], np.int64))
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
-        """Return whether any new token may end its request. The last token of a stop string counts too."""
+        """Return whether any of the new tokens, one per request, may end its request or complete a stop string."""
         return bool((np.array(tokens, np.int64)[:, None] == self.end_ids).any())
 
 
@@ -68,14 +68,18 @@ class DecodeStep:
 
     @staticmethod
     def sent(requests: Sequence[RunningRequest], buffers: StepBuffers) -> "DecodeStep | None":
-        """Return the step that was sent last, given its requests; None if any request prefills."""
+        """Return a record of the step that was sent last, given its requests; None if any of them prefills."""
         if requests and requests[-1].is_prefilling:
             return None
         widths = [request.scheduled for request in requests]
         return DecodeStep(tuple(requests), buffers.num_begun, widths, _ends_of(requests), Draws.of(requests))
 
     def continues(self, requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-        """Return whether a step has the same requests, each advanced by its kept tokens within its KV block."""
+        """Return whether the step of `requests` can be derived from this step by `send_again`.
+
+        It must have the same requests and draft counts. Each request must have advanced by its kept tokens, and its new
+        tokens must be in the same KV block as before.
+        """
         if not self._is_sent_last(requests, buffers) or [request.scheduled for request in requests] != self.widths:
             return False
         if any(request.is_prefilling for request in requests):
@@ -93,7 +97,8 @@ class DecodeStep:
         """Return whether the next step can be launched now as a one-token decode step for the same requests.
 
         Args:
-            tokens: [requests] this step's tokens; None while unknown. Requests that end are then computed once more.
+            tokens: [requests] tokens sampled in this step; None while unknown. With None, a request that has ended is
+                computed once more, and the result is discarded.
         """
         if self.ends is None or not self._is_sent_last(requests, buffers):
             return False
@@ -109,7 +114,7 @@ class DecodeStep:
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
-    """A decode step that a graph sent to the device, with its batch."""
+    """A decode step, its batch, and the graph that sent it to the device."""
 
     graph: object
     step: DecodeStep
@@ -117,7 +122,7 @@ class SentStep:
 
 
 class LatestStep:
-    """Holder of the last step that the graphs over one memory sent, if it was a decode step."""
+    """Records the last step that the graphs of one cache memory sent, if it was a decode step."""
 
     def __init__(self) -> None:
         self._sent: SentStep | None = None
@@ -134,10 +139,12 @@ class LatestStep:
 def send_again(
     last: DecodeStep, requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int, num_table_rows: int
 ) -> DecodeStep:
-    """Send and return a step for which `DecodeStep.continues(last)` holds, by updating the buffers.
+    """Update the buffers from step `last` to the next step of `requests`, send it, and return it.
+
+    `last.continues` must be True for these requests.
 
     Args:
-        num_table_rows: Rows of the block table that the step uses, padding included.
+        num_table_rows: Number of block-table rows that the step uses, padding included.
     """
     num_requests, num_tokens = len(requests), sum(last.widths)
     buffers.begin()
@@ -159,14 +166,16 @@ def send_again(
 
 
 def send_next(last: DecodeStep, buffers: StepBuffers, block_size: int, num_table_rows: int) -> DecodeStep:
-    """Send and return the next one-token step before the last step's tokens are read; the device feeds the tokens.
+    """Send and return the next one-token step before the host has read the last step's tokens.
+
+    The caller must copy these tokens to the step's inputs on the device, see `StepBuffers.feed`.
 
     Args:
-        num_table_rows: Rows of the block table that the step uses, padding included.
+        num_table_rows: Number of block-table rows that the step uses, padding included.
     """
     num_requests, fold_len = len(last.requests), buffers.limits.fold_len
     buffers.begin()
-    if fold_len:  # position up to which the last step has folded
+    if fold_len:  # the last step may have folded up to a later position
         folded = buffers.host("folded")[:num_requests]
         np.maximum(folded, buffers.host("computed")[:num_requests] // fold_len * fold_len, out=folded)
     for name in (*_COUNTED_BY_REQUEST, "token_offsets"):
@@ -194,10 +203,9 @@ def _write_edges(requests: Sequence[RunningRequest], buffers: StepBuffers, block
 
 
 def _write_published_blocks(requests: Sequence[RunningRequest], buffers: StepBuffers, block_size: int) -> bool:
-    """Write the ids of blocks completed two steps ago; return whether any id changed by publication.
+    """Update the ids of blocks completed two steps ago, which publication may replace; return whether any changed.
 
-    If another request published the same tokens first, publication replaced the request's block by that request's
-    block.
+    Publication replaces a request's block if another request has published a block with the same tokens first.
     """
     computed, table, is_new = buffers.host("computed")[: len(requests)], buffers.host_block_table(), False
     for row in np.flatnonzero(computed % block_size == 1).tolist():
@@ -234,7 +242,7 @@ def _write_boundaries(requests: Sequence[RunningRequest], buffers: StepBuffers, 
 def _ends_of(requests: Sequence[RunningRequest]) -> RequestEnds | None:
     """Return the requests' end conditions if each has one token and no drafts; otherwise None."""
     decodes_one_each = all(
-        request.scheduled == 1 and request.cursor.accepted == 1  # the next step has the same values
+        request.scheduled == 1 and request.cursor.accepted == 1  # the next step needs the same values in the buffers
         for request in requests
     )
     return RequestEnds.of(requests) if decodes_one_each else None

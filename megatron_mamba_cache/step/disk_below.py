@@ -1,4 +1,4 @@
-"""The disk tier of a model's ranks: its directory, and the entries in it that lookups can find."""
+"""The disk tier on the ranks of a model: its directory, and the index of the entries that lookups can find."""
 
 import hashlib
 import threading
@@ -18,13 +18,13 @@ _FORMAT = 1
 _USUAL_GB = 100.0
 _LOOK_INTERVAL_S = 1.0
 _LOOKS_AFTER_A_CHANGE = 3
-"""File systems note times to 2 s or better: what comes after as many looks at one time changes that time."""
+"""Number of listings after the directory's timestamp changes; timestamps may have a resolution of only 2 s."""
 
 
 class DiskBelow:
     """The disk tier's directory for the model's current weights, reopened after each flush.
 
-    The directory's identity hashes the weights of all ranks, the model, dtypes, dimensions and the rank layout.
+    The directory is identified by a hash of the weights on all ranks, the model, dtypes, dimensions and rank layout.
 
     Args:
         weights: Function that returns a digest of this rank's weights.
@@ -58,7 +58,7 @@ class DiskBelow:
 
     @property
     def directory(self) -> CacheDirectory:
-        """Directory of this rank; None until it is open."""
+        """Directory of this rank; available after `open`."""
         assert self._directory is not None
         return self._directory
 
@@ -71,7 +71,7 @@ class DiskBelow:
         """
         form = self._form()
         if self._directory is None or self._directory.form != form:
-            if is_flush and self._directory is not None:  # entries of other weights must not be found either
+            if is_flush and self._directory is not None:  # a flush also discards the entries of the previous weights
                 before = self._directory
                 on_all_ranks(self._ranks, lambda: before.open(before.next_generation()))
             self.close()
@@ -94,13 +94,13 @@ class DiskBelow:
         return generation
 
     def note_shared(self) -> None:
-        """Index entries that other servers have written. With several ranks, do nothing, as ranks could disagree."""
+        """Index entries written by other servers. With several ranks, do nothing, because ranks could disagree."""
         for name in () if self._watch is None else self._watch.take():
             if name.key not in self.index:
                 self.index.add(name)
 
     def disable(self) -> None:
-        """Stop finding and writing entries."""
+        """Close the directory and the index, so that no entries are found or written."""
         self.close()
         self.index.close()
 
@@ -126,7 +126,7 @@ class DiskBelow:
 
 
 class _Watch:
-    """Thread that checks the directory every second and lists it after a change, so that steps need not."""
+    """Thread that lists the directory after it changes, so that steps need not read from the disk."""
 
     def __init__(self, directory: CacheDirectory) -> None:
         self._directory = directory
@@ -136,7 +136,7 @@ class _Watch:
         self._thread.start()
 
     def take(self) -> Sequence[EntryName]:
-        """Return the latest listing once; empty if it was returned before."""
+        """Return the latest listing of entries; empty if there is none, or if it was returned before."""
         try:
             return self._found.popleft()
         except IndexError:
@@ -150,7 +150,7 @@ class _Watch:
     def _run(self) -> None:
         seen, num_looks = None, 0
         while not self._ends.wait(_LOOK_INTERVAL_S):
-            changed = self._directory.changed_at()  # before listing: later changes are seen next time
+            changed = self._directory.changed_at()  # read before listing, so that later changes are seen
             num_looks = num_looks + 1 if changed == seen else 1
             seen = changed
             if num_looks <= _LOOKS_AFTER_A_CHANGE:

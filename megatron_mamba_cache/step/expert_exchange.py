@@ -24,14 +24,17 @@ class ExpertExchange:
 
     @contextmanager
     def counted(self) -> Iterator[None]:
-        """Context manager that counts the exchanges in its body, and keeps the count if the body raises."""
+        """Context manager that counts the exchanges in its body. If the body raises, `resuming` uses the count."""
         self._num_made = 0
         yield
         self._num_made = 0
 
     @contextmanager
     def resuming(self) -> Iterator[bool]:
-        """Context manager that skips the exchanges a failed forward pass has made; yields whether there are any."""
+        """Context manager for a padding forward pass that skips the exchanges which the failed forward pass has made.
+
+        It yields True if there are any. Skipped exchanges return zeros.
+        """
         self._num_to_skip = self._num_made
         try:
             yield self._num_made > 0
@@ -42,7 +45,7 @@ class ExpertExchange:
         """Return the tokens of all ranks, [ranks * num_exchanged, ...], from this rank's [tokens, ...].
 
         Args:
-            num_exchanged: Padded number of tokens per rank, the same on all ranks; padding is 0.
+            num_exchanged: Number of tokens per rank, padding included; the same on all ranks. Padding is 0.
         """
         if len(x) < num_exchanged:
             x = F.pad(x, (0,) * (2 * x.dim() - 1) + (num_exchanged - len(x),))
@@ -54,22 +57,23 @@ class ExpertExchange:
         return everyone
 
     def real_tokens(self, batch: StepBatch | None) -> Tensor | None:
-        """Return a mask of the gathered tokens, [ranks * num_exchanged] int32, 0 for padding; None without padding."""
+        """Return a mask of the gathered tokens, [ranks * num_exchanged] int32, 0 for padding; None without a mask."""
         if batch is None or batch.real_tokens is None:
             return None
         marked = self._marked
         if marked is not None and (marked[0] is batch or self._is_made()):
-            found = marked[1]  # includes the masks that a failed forward pass received from other ranks
+            found = marked[1]  # gathered in this step, or by the failed forward pass
         else:
             found = self.gather(batch.real_tokens, batch.num_exchanged)
         self._marked = batch, found
         return found
 
     def combine(self, partial: Tensor, num_tokens: int, addend: Tensor | None) -> Tensor:
-        """Reduce-scatter the expert outputs; return this rank's, [tokens, outputs], plus `addend` of that shape.
+        """Reduce-scatter the expert outputs; return those for this rank's tokens, [num_tokens, outputs].
 
         Args:
             partial: [ranks * num_exchanged, outputs]: outputs of this rank's experts for the tokens of all ranks.
+            addend: [num_tokens, outputs] added to the result if given.
         """
         received = torch.empty_like(partial)
         if self._is_made():
@@ -86,7 +90,7 @@ class ExpertExchange:
         return skips
 
 
-@lru_cache(maxsize=1)  # a process group keeps its threads while it is referenced
+@lru_cache(maxsize=1)  # only one, because a process group keeps its threads while it is referenced
 def exchange_among(ranks: dist.ProcessGroup) -> ExpertExchange:
     """Return the `ExpertExchange` of a process group, shared by all layers."""
     return ExpertExchange(ranks)

@@ -1,7 +1,7 @@
 """Compute masks of the tokens that grammars allow, in a host thread while the device runs the forward pass.
 
-A request with drafts has one mask for each position, which assumes that the earlier drafts are accepted. Before that,
-drafts are truncated at the first token that the grammar rejects, on all ranks.
+Drafts are first truncated, on all ranks, at the first token that the grammar rejects. A request then has one mask for
+each draft and one for the token after them; each mask assumes that all earlier drafts are accepted.
 """
 
 from collections.abc import Sequence
@@ -82,7 +82,7 @@ class GrammarMasks:
     def apply(self, logits: Tensor) -> None:
         """Mask the tokens that the grammars reject, in place, in the logits, [logits, vocab].
 
-        If a request's grammar becomes too complex, its logits are not masked, and `Grammars` records the failure.
+        If a request's matcher fails, its logits are not masked, and `Grammars` records the failure.
         """
         making, self._making = self._making, None
         if making is None:
@@ -109,7 +109,7 @@ class GrammarMasks:
             self._logits_rows = torch.empty(2 * count, dtype=torch.int32)
             if torch.cuda.is_available():
                 self._masks, self._logits_rows = self._masks.pin_memory(), self._logits_rows.pin_memory()
-        self._masks[:count] = -1  # positions after an end token are not sampled
+        self._masks[:count] = -1  # allow all tokens after a drafted end token
         plain: list[tuple[LLMatcher, int]] = []
         drafted: list[tuple[LLMatcher, int, list[int]]] = []
         rows: list[int] = []
@@ -144,7 +144,7 @@ class GrammarMasks:
         return matched
 
     def _wait(self) -> None:
-        """Wait for the masks of a failed step, because the background thread still uses its matchers."""
+        """Wait for the masks of a failed step, because the background thread may still be using the matchers."""
         making, self._making = self._making, None
         if making is not None:
             making.exception()

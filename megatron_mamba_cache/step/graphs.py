@@ -1,4 +1,4 @@
-"""Step graphs captured over one cache memory, keyed by step shape.
+"""Capture CUDA graphs of steps over one cache memory, and find them by step shape.
 
 Capture uses padding requests, which own no slot and write KV to the dummy block, so no cached state changes. A graph is
 freed together with the cache memory that it was captured over. It reads weights at the addresses from capture time,
@@ -64,16 +64,16 @@ class StepGraphs:
         return self._graphs.keys()
 
     def hold(self, step: StepShape) -> bool:
-        """Return whether some graph can run every step that fits into this shape."""
+        """Return whether any graph can run a step of this shape, and so every smaller step."""
         return any(shape.holds(step) for shape in self._graphs)
 
     def launch(
         self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> OverlappedStep:
-        """Send a step to its graph and launch its forward pass; see `GraphsByShape`."""
+        """Launch the forward pass of a step with the smallest graph that fits; see `GraphsByShape`."""
         graph = self.fitting(requests)
         if graph is None:
-            raise CacheIntegrityError("no graph fits the requests of the step to launch; call hold() first")
+            raise CacheIntegrityError("no captured graph fits the requests to launch; check hold() before launch()")
         batch = graph.lay_out(requests, draws_ratios=any_sampled(draft_distributions))
         graph.forward()
         return OverlappedStep(graph, batch, None, OverlapState.FORWARD, draft_distributions)
@@ -82,7 +82,7 @@ class StepGraphs:
         """Return the graph with this `shape`, or by default the smallest that fits the requests; None if none fits."""
         prompts = requests[num_decoding(requests) :]
         if any(request.scores_prompt for request in prompts) or (any_scored(prompts) and not self._only_last_logits):
-            return None  # padding would move the hidden states and logits of prompt tokens
+            return None  # padding would shift the rows of prompt tokens in hidden states and logits
         found = shape or smallest_holding(StepShape.of(requests), self._graphs)
         graph = self._graphs.get(found) if found else None
         return graph if graph and graph.reads_blocks_of(requests) else None
@@ -103,7 +103,7 @@ def reason_without_graphs(shape: HybridModelShape, memory: CacheMemory) -> str |
 
 
 def device_reason(memory: CacheMemory) -> str | None:
-    """Return why this device cannot capture graphs; None if it can."""
+    """Return why graphs cannot be captured on the device of this memory; None if they can."""
     return None if memory.state_pool.device.type == "cuda" else "the model runs on a CPU"
 
 
@@ -121,13 +121,13 @@ def capture_graphs(
 
     Args:
         prepare: Function called once before the first capture.
-        purpose: Use of the sampled tokens. For draft tokens, only greedy sampling is captured after the forward pass.
+        purpose: What the sampled tokens are used for. For drafting, only greedy sampling is captured.
     """
     count = config.num_cuda_graphs
     reasons = runner.ranks.gather(reason_without_graphs(shape, runner.memory) if count else None)
-    reason = next((found for found in reasons if found is not None), None)  # ranks capture together
+    reason = next((found for found in reasons if found is not None), None)  # all ranks capture or none
     if count and runner.peers.greatest([reason is not None])[0]:
-        reason = reason or "a rank that shares experts with this one cannot capture"
+        reason = reason or "another expert-parallel rank cannot capture graphs"
     if reason is not None:
         _LOG.warning("num_cuda_graphs is %d, but steps run without CUDA graphs: %s", count, reason)
     if not count or reason is not None:

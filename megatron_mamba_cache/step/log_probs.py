@@ -38,11 +38,11 @@ NO_LOG_PROBS = StepLogProbs()
 
 
 def step_log_probs(step: StepBatch, kept: Sequence[Sequence[int]], logits: Tensor, *, only_last: bool) -> StepLogProbs:
-    """Compute the requested log-probabilities; with `only_last`, take those of prompts from the requests.
+    """Compute the requested log-probabilities; with `only_last`, requests already store those of their prompts.
 
     Args:
-        logits: [n, vocab].
         kept, only_last: As in `followed_tokens`.
+        logits: [n, vocab] unmodified logits of the model.
     """
     followed = followed_tokens(step, kept, only_last=only_last)
     log_probs = F.log_softmax(logits.float(), dim=-1)
@@ -70,8 +70,8 @@ class StepScorer:
         """Start computing a one-token step's log-probabilities before the next step overwrites its logits.
 
         Args:
-            outcome: [requests, 2 + K] at `StepBatch.row_indices`.
-            logits: What the forward returned on this rank.
+            outcome: Outcome of `verify_step`; each request is at its index in `StepBatch.row_indices`.
+            logits: This rank's output of the forward pass.
 
         Returns:
             The scores; None if the step has prompts or drafts, or if no request asked for log-probabilities.
@@ -87,8 +87,8 @@ class StepScorer:
 
         Args:
             kept: As in `followed_tokens`.
-            logits: What the forward returned on this rank.
-            logits_of: Computes the logits of hidden states.
+            logits: This rank's output of the forward pass.
+            logits_of: Function from hidden states [n, hidden] to logits [n, vocab].
         """
         if not self._scores(step):
             return NO_LOG_PROBS
@@ -97,10 +97,10 @@ class StepScorer:
         return step_log_probs(step.batch, kept, self.logits_on_all_ranks(step, logits), only_last=self._only_last)
 
     def _scores(self, step: Step) -> bool:
-        return step.batch.logits.any_scored and any_scored(step.requests)  # some requests may have left
+        return step.batch.logits.any_scored and any_scored(step.requests)  # requests may have left since
 
     def logits_on_all_ranks(self, step: Step, output: Tensor) -> Tensor:
-        """Return the logits, [n, vocab], bit-equal on all ranks, from what the forward returned on each."""
+        """Return the logits, [n, vocab], bit-equal on all ranks, given each rank's output of the forward pass."""
         num_logits = step.batch.logits.tokens.shape[0] if self._only_last else step.num_padded_tokens
         return logits_on_all_ranks(self._ranks, output, num_logits, self._vocab_size).squeeze(0)
 
@@ -109,7 +109,7 @@ class SampledTokenScores:
     """Log-probabilities of a one-token step's sampled tokens, while they are copied to the host.
 
     Args:
-        outcome: [requests, 2 + K] outcome of the step, at its `row_indices`.
+        outcome: Outcome of `verify_step`; each request is at its index in `StepBatch.row_indices`.
         logits: [n, vocab] unmodified logits of the model; they may be overwritten afterwards.
     """
 
@@ -121,7 +121,7 @@ class SampledTokenScores:
         found = _rows_of(logits, [step.logits.starts[index] for index in wanted])
         log_probs = F.log_softmax(found.float(), dim=-1)
         self._sampled = HostCopy(log_probs.gather(1, tokens))
-        # One top-k call per requested number, so that ties are broken independently of other requests.
+        # One top-k call for each n, so that other requests do not affect how ties are broken.
         self._best = {
             num: tuple(map(HostCopy, torch.topk(log_probs, num))) for num in {*self._settings.values()} if num
         }
@@ -142,7 +142,7 @@ class SampledTokenScores:
 
 
 def _rows_of(table: Tensor, numbers: list[int]) -> Tensor:
-    """Return the rows with these numbers; leading rows are sliced, which needs no index copy to the device."""
+    """Return the rows with these indices; leading rows are sliced, so that no indices are copied to the device."""
     if numbers == list(range(len(numbers))):
         return table[: len(numbers)]
     return table.index_select(0, torch.tensor(numbers).to(table.device, non_blocking=True))
@@ -157,14 +157,14 @@ class FollowedTokens:
 
 
 def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last: bool) -> list[FollowedTokens | None]:
-    """Return, for each request, its logits rows to score; an entry is None if it needs no scores in this step.
+    """Return each request's logits rows to score; an entry is None if the request needs no scores in this step.
 
     A prefill request's last computed token is followed by its sampled token, or in mid-prefill by its next prompt
-    token. A decode request's tokens are followed by the kept tokens. With `only_last`, `prompt_log_probs` scores
-    prompts.
+    token. A decode request's tokens are followed by the kept tokens. With `only_last`, the module `prompt_log_probs`
+    scores the prompt tokens.
 
     Args:
-        kept: [requests][tokens] newly sampled tokens that are kept; none for a request in mid-prefill.
+        kept: [requests][tokens] new tokens that each request keeps; empty for a request in mid-prefill.
         only_last: True if logits exist only for the tokens in `StepBatch.logits`, False if for every token.
     """
     found: list[FollowedTokens | None] = []
@@ -187,7 +187,11 @@ def followed_tokens(step: StepBatch, kept: Sequence[Sequence[int]], *, only_last
 
 
 def selected_log_probs(followed: Sequence[FollowedTokens | None], log_probs: Tensor) -> list[list[float] | None]:
-    """Gather each request's log-probabilities of the actual next tokens from `log_probs`, [logits, vocab]."""
+    """Return each request's log-probabilities of the actual next tokens; None where `followed` is None.
+
+    Args:
+        log_probs: [logits, vocab].
+    """
     logits = [index for one in followed if one for index in one.logits]
     targets = [token for one in followed if one for token in one.followers]
     chosen = iter(log_probs[logits, targets].tolist())

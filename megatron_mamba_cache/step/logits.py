@@ -1,4 +1,4 @@
-"""Which tokens of a step need logits, and the settings and random numbers that sample from them."""
+"""Find the tokens of a step that need logits, and write the settings and random numbers for sampling from them."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -22,7 +22,7 @@ _Record = TypeVar("_Record", bound=Any)
 
 
 class Draws(IntEnum):
-    """Sampling methods for a step, from most specialized to most general; all that apply give the same tokens."""
+    """Sampling methods for a step, from most specialized to most general; if several fit, they give the same tokens."""
 
     BEST = 0  # all requests greedy
     ALL_TOKENS = 1  # some requests sample from all tokens
@@ -42,30 +42,30 @@ def _draws_of(sampling: SamplingSettings) -> Draws:
 
 @dataclass(frozen=True, slots=True)
 class StepLogits:
-    """Tokens whose logits are needed (each request's last token, and tokens before drafts), and how to sample them.
+    """Tokens whose logits are needed (each request's last token and the tokens before drafts), and sampling inputs.
 
     Everything except `starts`, `draws` and the `any_*` flags is a device tensor.
     """
 
-    tokens: Tensor  # [logits] int32 packed index
-    starts: tuple[int, ...]  # [requests + 1]
+    tokens: Tensor  # [logits] int32 index among the packed tokens
+    starts: tuple[int, ...]  # [requests + 1] first logits row of each request, and the number of rows
     verify: VerifyLogits
     temperature: Tensor  # [logits] float32
     top_k: Tensor  # [logits] int32
     top_p: Tensor  # [logits] float32
     uniforms: Tensor  # [logits] float64 in [0, 1)
-    accept_uniforms: Tensor  # [logits] float64, filled if drafts were sampled from distributions
-    residual_uniforms: Tensor  # likewise
+    accept_uniforms: Tensor  # [logits] float64, written only if drafts were sampled from distributions
+    residual_uniforms: Tensor  # [logits] float64, as above
     draws: Draws
-    any_changed: bool  # whether a request changes its logits, other than by a grammar mask
-    any_scored: bool  # whether a request wants log-probabilities
+    any_changed: bool  # True if a request changes its logits, other than by a grammar mask
+    any_scored: bool  # True if a request asked for log-probabilities
 
     def clone(self) -> "StepLogits":
         """Return a copy that later steps cannot overwrite."""
         return replace(with_own_tensors(self), verify=with_own_tensors(self.verify))
 
     def sampling(self, logits: Tensor) -> SamplingRows:
-        """Return the settings for the first n rows of logits, [n, vocab]; further rows are padding."""
+        """Return these logits, [n, vocab], with the sampling settings of the first n rows; further rows are padding."""
         settings = (setting[: len(logits)] for setting in (self.temperature, self.top_k, self.top_p))
         return SamplingRows(logits, *settings)
 
@@ -85,7 +85,7 @@ def write_logits(
     cu_logits[:] = starts
     of_request = np.repeat(np.arange(num_requests, dtype=np.int32), np.diff(cu_logits))
     buffers.host("logit_requests")[: starts[-1]] = of_request
-    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # cumulative counts
+    without_logits = buffers.host("cu_query")[1 : num_requests + 1] - cu_logits[1:]  # cumulative number
     buffers.host("logit_tokens")[: starts[-1]] = np.arange(starts[-1], dtype=np.int32) + without_logits[of_request]
     _write_sampling(requests, buffers, starts[-1], purpose, draws_ratios=draws_ratios)
 
@@ -117,7 +117,7 @@ def _write_sampling(
 
 
 def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: StepBuffers) -> StepLogits:
-    """Return device views of what `write_logits` wrote; `token_ids`, [tokens], are the step's input tokens."""
+    """Return device views of the sections that `write_logits` writes; `token_ids`, [tokens], are the input tokens."""
     starts, num_requests = logits_starts(requests), len(requests)
     num_logits, max_drafts = starts[-1], max((len(request.drafts) for request in requests), default=0)
     device = buffers.device
@@ -157,7 +157,7 @@ def any_changed(requests: Sequence[RunningRequest]) -> bool:
 
 def any_masked(requests: Sequence[RunningRequest]) -> bool:
     """Return whether any request has a grammar."""
-    return any([request.spec.sampling.grammar for request in requests])  # called twice per step; a generator is slower
+    return any([request.spec.sampling.grammar for request in requests])  # a list is faster than a generator here
 
 
 def any_scored(requests: Sequence[RunningRequest]) -> bool:
@@ -171,7 +171,7 @@ def logits_starts(requests: Sequence[RunningRequest]) -> tuple[int, ...]:
 
 
 def write_next_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
-    """Write random numbers for one-token decode requests, with positions from the token counts in the buffers."""
+    """Write random numbers for one-token decode requests, at the positions given by the section `computed`."""
     uniforms = buffers.host("uniforms").view(np.float64)
     for index, (request, computed) in enumerate(
         zip(requests, buffers.host("computed")[: len(requests)].tolist(), strict=True)

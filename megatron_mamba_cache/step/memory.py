@@ -1,4 +1,4 @@
-"""Device memory of a context: KV buffer, state pool, step buffers and their bookkeeping. Freed while suspended."""
+"""Device memory of a context: KV buffer, state pool, step buffers and their bookkeeping. Freed by a suspend."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,14 +39,14 @@ from .overlapped_step import Capture
 
 
 class CacheMemory:
-    """Cache and step memory on the device with its bookkeeping, created and freed as a whole.
+    """Cache memory and step buffers on the device with their bookkeeping, created and freed as a whole.
 
     Args:
-        capacity: Sizes of the pools.
-        max_blocks: Number of KV blocks of the longest request.
+        capacity: Numbers of KV blocks and state slots, equal on all ranks.
+        max_blocks: Maximum number of KV blocks per request.
         counters: Counters that the prefix cache updates.
-        weights_version: Version of the weights that will fill the cache.
-        below: Owner of the lower tiers, which outlive this memory.
+        weights_version: Version of the weights with which the cached states and KV are computed.
+        below: Lower tiers (host memory and disk), which outlive this memory.
         shares_steps: True if expert-parallel ranks run steps of the same shape.
 
     Raises:
@@ -132,7 +132,7 @@ class CacheMemory:
             self.restore_states(len(prefilling))
 
     def restore_states(self, num_requests: int) -> None:
-        """Dequantize the cached states from which the step starts into live slots.
+        """Dequantize the cached states from which the step's prompts start, into the requests' live slots.
 
         Args:
             num_requests: Number of leading prefill requests to consider; they must include all that start from a cached
@@ -144,7 +144,7 @@ class CacheMemory:
             self.state_pool.cached.restore(sources, targets)
 
     def close(self, requests: Iterable[RunningRequest]) -> None:
-        """Write published states to lower tiers and wait for all copies, before the memory is freed."""
+        """Write the requests' last published states to lower tiers and wait; call this before the memory is freed."""
         for request in requests:
             self.prefix_cache.keep_below(request)
         self.below.close()
@@ -167,7 +167,7 @@ class CacheMemory:
         return LiveState(at.live_slot, at.state_slot, at.accepted, at.draft_buffer or 0, folded, request.computed)
 
     def pause(self, requests: Sequence[RunningRequest]) -> None:
-        """Release the draft slots of paused requests. Draft buffers are kept, since they cost nothing more."""
+        """Release the draft slots of paused requests. Draft buffers are kept, because their memory is preallocated."""
         if not self.step_buffers.limits.fold_len:
             self.resolve(requests)
 
@@ -179,8 +179,8 @@ def step_memory(config: CacheConfig) -> Iterator[None]:
         yield
     except (RuntimeError, MemoryError) as error:
         raise CacheCapacityError(
-            f"cannot allocate the step buffers of max_requests={config.max_requests}, max_tokens={config.max_tokens} "
-            f"and max_sequence_length={config.max_sequence_length}; lower one of them ({error})"
+            f"cannot allocate the step buffers for max_requests={config.max_requests}, max_tokens={config.max_tokens} "
+            f"and max_sequence_length={config.max_sequence_length}; lower one of these settings ({error})"
         ) from error
 
 
@@ -226,7 +226,7 @@ def _attention_shape(
         dtype=shape.params_dtype,
         device=torch.device("cuda", device) if isinstance(device, int) else device,
         num_blocks=capacity.num_blocks,
-        block_bytes_apart=capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab,
+        block_stride_bytes=capacity.slab.slab_bytes(shape.unit_bytes(config)) // capacity.slab.blocks_per_slab,
         has_fp8_kv=config.kv_cache_dtype == "fp8",
     )
 

@@ -1,4 +1,4 @@
-"""Lower tiers of a context: host memory and disk. They outlive the device memory that suspending frees."""
+"""Lower tiers of a context: host memory and disk. They are kept when a suspend frees the device memory."""
 
 import weakref
 from collections.abc import Callable
@@ -21,10 +21,10 @@ from .disk_below import DiskBelow
 
 
 class MemoryBelow:
-    """Owner of the host memory and the disk directory, if configured, and of the number of flushes.
+    """Owns the host memory and the disk directory, if configured, and the epoch, which every flush increases.
 
     Args:
-        capacity: Sizes of the pools, including host memory.
+        capacity: Numbers of KV blocks, state slots and host slabs, equal on all ranks.
         weights: Function that returns a digest of this rank's weights; needed for a disk tier.
 
     Raises:
@@ -52,10 +52,10 @@ class MemoryBelow:
             self.epoch = self._disk.open()
 
     def flush(self, *, is_attached: bool) -> CacheError | None:
-        """Make everything cached unreachable, on disk too; return the disk error, or None if there was none.
+        """Make all cached entries unreachable, also on disk; return the disk tier's error, or None if there is none.
 
         Args:
-            is_attached: True if device memory is attached; its own flush then clears host memory.
+            is_attached: True if device memory is attached, so that its own flush clears the host memory.
         """
         self.epoch += 1
         if self._host is not None and not is_attached:
@@ -78,7 +78,7 @@ class MemoryBelow:
 
         Args:
             pools: Pools of the new device memory.
-            memory: [bytes] uint8, cut into slabs.
+            memory: [bytes] uint8: the device memory, divided into slabs.
             prepare: Function that clears stale device memory; called before copies start.
 
         Raises:
@@ -118,9 +118,11 @@ def _disk_below(
 ) -> DiskBelow:
     def check() -> None:
         if config.disk_cache_dir is None:
-            raise ValueError("disk_cache_dir is given on other ranks of the model; give it on all of them")
+            raise ValueError("disk_cache_dir must be set on all ranks of the model, but it is not set on this one")
         if weights is None:
-            raise ValueError("disk_cache_dir is given to a context that does not know its weights; use build_engine()")
+            raise ValueError(
+                "disk_cache_dir needs a digest of the weights, which this context lacks; use build_engine()"
+            )
 
     on_all_ranks(ranks, check)
     assert weights is not None
@@ -140,13 +142,13 @@ class AttachedTiers:
         self._tier = tier
         self._copies = copies
         if copies is not None:
-            weakref.finalize(self, copies.close)  # its threads keep memory alive
+            weakref.finalize(self, copies.close)  # the copy threads would keep the memory alive
         self._host = host
         self._disk = disk
 
     @property
     def tiers(self) -> Tiers:
-        """Interface of the tiers for the prefix cache."""
+        """Interface to the tiers for the prefix cache; a null object without tiers."""
         return self._tier or Tiers()
 
     def usage(self) -> dict[str, dict[str, int]]:
@@ -171,7 +173,7 @@ class AttachedTiers:
             self._tier.start()
 
     def land(self, *, wait: bool) -> int:
-        """Complete the copies that have ended on all ranks; see `HostTier.land`."""
+        """Complete the copies that have ended on all ranks; return their number. See `HostTier.land`."""
         if self._disk is not None:
             self._disk.note_shared()
         return 0 if self._tier is None else self._tier.land(wait=wait)
@@ -182,7 +184,7 @@ class AttachedTiers:
             self._tier.drain()
 
     def note_prefill(self, num_tokens: int, seconds: float) -> None:
-        """Record the duration of a step with prompt tokens only, to estimate the time of a prefill."""
+        """Record the duration of a step that had only prompt tokens, to estimate how long a prefill takes."""
         if self._host is not None:
             self._host.times.note_prefill(num_tokens, seconds)
 

@@ -38,7 +38,7 @@ class WeightAddresses:
         )
 
     def first_change(self, now: Self) -> str | None:
-        """Return the name of the first weight whose address or layout differs in `now`; None if all are equal."""
+        """Return a message about the first weight whose address or layout differs in `now`; None if all are equal."""
         before, after = self.addresses, now.addresses
         for name in [*before, *(name for name in after if name not in before)]:
             if name not in after:
@@ -52,13 +52,13 @@ class WeightAddresses:
 
 
 class StepModel(Protocol):
-    """Model or pipeline stage that computes the runner's current step, which it reads through its context."""
+    """Model or pipeline stage that computes the runner's current step, whose inputs it reads from the context."""
 
     def compute_step(self) -> Tensor:
-        """Run the forward pass; return logits, [1, n, vocab], or the hidden states sent on, [tokens, 1, hidden]."""
+        """Run the forward pass; return logits, [1, n, vocab], or hidden states to send on, [tokens, 1, hidden]."""
 
     def compute_part(self) -> Tensor:
-        """Run `compute_step` without the transfers between stages; `receive` and `send` make these."""
+        """Run the forward pass without transfers between stages; call `receive` before it and `send` after it."""
 
     def receive(self, num_tokens: int) -> None:
         """Receive the previous stage's hidden states as input for `compute_part`; do nothing on the first stage."""
@@ -70,7 +70,7 @@ class StepModel(Protocol):
         """Return the logits, [n, vocab], for last-layer outputs, [n, hidden]. Call this only on the last stage."""
 
     def resuming_exchanges(self) -> AbstractContextManager[bool]:
-        """Context manager that skips exchanges made by a failed forward pass; yields whether there were any."""
+        """Context manager that skips exchanges made by the failed forward pass; yields True if there are any."""
 
     def weight_addresses(self) -> WeightAddresses:
         """Return the current addresses of the weights, without waiting for the device."""

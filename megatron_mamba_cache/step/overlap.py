@@ -1,11 +1,11 @@
 """Launch the next step before the host has processed this one, so that the GPU computes while the host works.
 
-It can be launched at two points, with rules in `docs/overlapped-steps.md`:
+The next step can be launched at two points (see `docs/overlapped-steps.md` for the rules):
 
-- `may_overlap`: before or after this step's tokens are read. The GPU feeds the tokens to itself. Every request decodes
-  one more token without drafts, and no request can join. Where the host masks or changes a request's logits, only the
-  forward is launched: tokens are sampled, and states at boundaries copied, when the step lands.
-- `may_launch_drafts`: once this step has landed, before it is reported. No request has ended, and none can join.
+- `may_overlap`: before or after the host reads this step's tokens, which the GPU copies to the next step's inputs.
+  Every request decodes one more token without drafts, and no request can join. If the host masks or changes a request's
+  logits, only the forward pass is launched; when the step lands, tokens are sampled and boundary states are copied.
+- `may_launch_drafts`: after this step has landed, before it is reported. No request has ended, and none can join.
 """
 
 from collections.abc import Sequence
@@ -34,14 +34,14 @@ def may_overlap(
     *,
     is_wanted: bool,
 ) -> bool:
-    """Return whether the next step may be launched now, without drafts; changes nothing.
+    """Return whether the next step may be launched now, without drafts.
 
     Args:
         graph: The step's graph if its outcome can feed the next step, otherwise None; see `Step.feeding_graph`.
         num_running: Number of running requests, including paused requests.
         is_wanted: True if the configuration enables overlapped steps.
         tokens: [requests] the step's tokens; None until they are read. With None, a request that waits for memory
-            prevents the launch, because it would be admitted one step later.
+            prevents the launch, because it could join only one step later.
     """
     return (
         is_wanted
@@ -58,7 +58,8 @@ def may_overlap(
 def _may_cross(requests: Sequence[RunningRequest], queue: QueueState, cache: PrefixCache) -> bool:
     """Return whether blocks that requests start or complete in the next step may be assigned before this step lands.
 
-    This is False while a request waits, because a published block could make room for it, and if the block size is 1.
+    This is True if there are no such blocks. Otherwise it is False while a request waits, because a published block
+    could make room for it. It is also False if the block size is 1, or if too few blocks are available.
     """
     edges = cache.at_edges(requests)
     return not edges or not (queue.has_waiting or cache.block_size == 1 or len(edges) > cache.kv.num_available)
@@ -73,10 +74,10 @@ def may_launch_drafts(
     *,
     is_wanted: bool,
 ) -> bool:
-    """Return whether the next step may be launched with drafts after this step has landed; changes nothing.
+    """Return whether the next step may be launched with drafts after this step has landed.
 
-    While a request waits, no request may reach a boundary in this step or the next: what is published there may make
-    room for the waiting request, which comes first.
+    While a request waits, no running request may reach a boundary in this step or the next, because blocks published
+    there may make room for the waiting request.
 
     Args:
         running: Running requests, including paused requests.
@@ -100,7 +101,7 @@ def may_launch_drafts(
 
 
 class OverlappedSteps:
-    """Launches the next step early if the configuration and the rules allow it, and holds it until it lands."""
+    """Launches the next step early if the configuration and the rules allow it; holds it until its tokens are read."""
 
     def __init__(
         self,
@@ -143,14 +144,14 @@ class OverlappedSteps:
         return graphs is not None and graphs.hold(StepShape(len(running), 1 + planner.max_drafts))
 
     def launch(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
-        """Reserve blocks and slots for the next step of these requests, and launch it with the same graph."""
+        """Reserve KV blocks and state slots for the next step of these requests, and launch it with the same graph."""
         self._requests.cache.reserve_ahead(requests)
         self.launched = graph.launch_next(requests)
 
     def launch_drafts(
         self, graphs: GraphsByShape, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> None:
-        """Launch a step with drafts for scheduled requests; `OverlappedStep.schedule` schedules them again."""
+        """Launch a step with drafts for scheduled requests, and clear their schedule until the step lands."""
         self.launched = graphs.launch(requests, draft_distributions)
         for request in requests:
             request.schedule(0)

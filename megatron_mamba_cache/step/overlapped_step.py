@@ -1,4 +1,4 @@
-"""Steps computed by a CUDA graph, and the overlapped step, which is launched before its requests are updated."""
+"""Interface of steps computed by CUDA graphs, and overlapped steps, launched before their requests are updated."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -27,9 +27,9 @@ class CapturedStep(Protocol):
     outcome: Tensor
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send a step that fits the shape to the device, start computing it, and return its batch without padding.
+        """Copy a step that fits the shape to the device, start to compute it, and return its batch without padding.
 
-        The device may write states from now on. If the step is not completed, its requests must be dropped.
+        The device may write states from now on: if the step is not completed, its requests must be dropped.
         """
 
     def forward(self) -> Tensor:
@@ -37,19 +37,20 @@ class CapturedStep(Protocol):
 
     @property
     def can_verify(self) -> bool:
-        """True until the graph is freed; then the caller must compute the outcome from the logits."""
+        """True until the graph is freed; afterwards, the caller must compute the outcome from the logits."""
 
     def verify(self, draws: Draws) -> Tensor:
-        """Sample tokens, verify drafts, and copy reached boundary states after `forward`; return [requests, 2 + K].
+        """Sample tokens, verify drafts, and copy the states at reached boundaries; return the outcome.
 
-        The caller may mask tokens in `logits` before this call.
+        Call this after `forward`. The caller may mask tokens in `logits` first. The outcome is that of `verify_step`,
+        [requests, 2 + max drafts].
 
         Args:
             draws: Sampling method that can sample for all requests.
         """
 
     def adopt(self, outcome: Tensor) -> None:
-        """Store an outcome, [requests, 2 + K], that was computed without `verify`."""
+        """Store an outcome, [requests, 2 + max drafts], that was computed without `verify`."""
 
     def can_launch_next(self, requests: Sequence[RunningRequest], tokens: Sequence[int] | None) -> bool:
         """Return whether the device alone can derive the next step from this step's sampled tokens.
@@ -57,34 +58,35 @@ class CapturedStep(Protocol):
         This is False if the current step has drafts.
 
         Args:
-            tokens: [requests] the new tokens; None while they are unknown. Requests that end are then computed once
-                more.
+            tokens: [requests] the new tokens; None while they are unknown. With None, a request that has ended is
+                computed once more, and the result is discarded.
         """
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
-        """Launch the next step with tokens fed on the device; return it. The caller must let it land."""
+        """Launch the next step, whose input tokens are copied on the device; return it. The caller must let it land."""
 
 
 class OverlapState(Enum):
     """Progress of an overlapped step."""
 
-    FORWARD = "the forward is launched; the graph computes the outcome when the step lands"
-    OUTCOME = "the outcome is launched too"
-    COMPLETE = "both are computed, in the graph's own tensors"
+    FORWARD = "the forward pass is launched; the graph computes the outcome when the step lands"
+    OUTCOME = "the forward pass and the outcome are launched"
+    COMPLETE = "logits and outcome are computed and in the graph's tensors"
     COPIED_LOGITS = "the logits are computed and copied; the runner computes the outcome when the step lands"
-    COPIED_OUTCOME = "both are computed and copied"
+    COPIED_OUTCOME = "logits and outcome are computed and copied"
 
 
 class OverlappedStep:
-    """A step launched before its requests are updated; replaces the captured step that computes it.
+    """A step launched before its requests are updated. It lands when the host updates its requests with its tokens.
 
-    It lands like any other step. `schedule` and `lay_out` then get only the requests that have not ended.
+    While it lands, it is used instead of its `CapturedStep`, with the same interface; `schedule` and `lay_out` then get
+    only the requests that have not ended.
 
     Args:
-        batch: Batch of the step, with all launched requests, which still have its drafts scheduled.
-        ends: End conditions of the requests; None if the host already knew the input tokens at the launch.
+        batch: Batch of the step with all requests that were launched; their drafts are still scheduled.
+        ends: End conditions of the requests; None if the host knew the input tokens at the launch.
         state: FORWARD if only the forward pass is launched: when the step lands, the graph computes the outcome from
-            masked logits, or the runner from otherwise changed logits. OUTCOME if both are launched.
+            the logits, or the runner does if a request changes them other than by a mask. OUTCOME if both are launched.
         draft_distributions: As in `Step`.
     """
 
@@ -107,10 +109,10 @@ class OverlappedStep:
         self.shape = graph.shape
         self.wanted_outputs, self.logits, self.outcome = graph.wanted_outputs, graph.logits, graph.outcome
 
-    # Before it lands.
+    # The methods up to `leave_graph` are called before the step lands.
 
     def note_fed(self, tokens: Sequence[int]) -> None:
-        """Store the input tokens, [requests], which the device fed and the host has now read."""
+        """Store the input tokens, [requests], which were copied on the device and which the host has now read."""
         self._fed = tokens
 
     def any_ends(self, tokens: Sequence[int]) -> bool:
@@ -118,14 +120,14 @@ class OverlappedStep:
         return self._ends is not None and self._ends.any_ends(tokens)
 
     def check_inputs(self, tokens: Sequence[int]) -> None:
-        """Raise `CacheIntegrityError` unless these input tokens equal the tokens fed on the device."""
+        """Raise `CacheIntegrityError` unless `tokens` equal the input tokens that were copied on the device."""
         if [*tokens] != [*self._fed]:
-            raise CacheIntegrityError("the running step was fed other tokens than its requests kept")
+            raise CacheIntegrityError("the input tokens of the running step differ from the tokens its requests kept")
 
     def wait(self) -> None:
         """Wait for the device, so that buffers or memory can be reused; later calls do not wait again.
 
-        The graph reads the step buffers to verify. After this call, the runner verifies with copies instead.
+        The graph would read the step buffers to verify drafts, so after this call the runner verifies with copies.
         """
         if self.state is OverlapState.FORWARD:
             torch.cuda.synchronize()
@@ -148,7 +150,7 @@ class OverlappedStep:
         self.wanted_outputs = self.wanted_outputs.clone()
         self._graph = None
 
-    # The interface of `CapturedStep`, used while the step lands.
+    # The methods below implement `CapturedStep`, and are called while the step lands.
 
     def schedule(self, requests: Sequence[RunningRequest]) -> list[Tensor | None]:
         """Schedule the launched tokens for the remaining requests; return the draft distributions."""
@@ -190,7 +192,7 @@ class OverlappedStep:
         )
 
     def forward(self) -> Tensor:
-        """Return the logits, which may still be computing; a stream other than the launching stream waits for them."""
+        """Return the logits, which may still be computing; the current stream waits if another one launched them."""
         self._wait_for_launch()
         return self.logits
 
@@ -199,9 +201,9 @@ class OverlappedStep:
         return self.state is not OverlapState.COPIED_LOGITS
 
     def verify(self, draws: Draws) -> Tensor:
-        """Return the outcome, which may still be computing."""
+        """Return the outcome, which the device may still be computing; launch its computation if that is pending."""
         if self.state is OverlapState.COPIED_LOGITS:
-            raise CacheIntegrityError("the graph that computed this step was freed; check can_verify")
+            raise CacheIntegrityError("the graph that computed this step was freed; check can_verify before verify()")
         if self.state is OverlapState.FORWARD and self._graph is not None:
             self.outcome = self._graph.verify(draws)
             self.state = OverlapState.OUTCOME
@@ -217,7 +219,7 @@ class OverlappedStep:
 
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
         if self._graph is None:
-            raise CacheIntegrityError("the graph that computed this step was freed; check can_launch_next()")
+            raise CacheIntegrityError("the graph of this step was freed; check can_launch_next() before launch_next()")
         return self._graph.launch_next(requests)
 
     def _wait_for_launch(self) -> None:
@@ -227,7 +229,7 @@ class OverlappedStep:
 
 @dataclass(frozen=True, slots=True)
 class Capture:
-    """Result of capturing graphs; `num_bytes` is their device memory."""
+    """Number of captured graphs, the seconds that the capture took, and the graphs' device memory in bytes."""
 
     num_graphs: int = 0
     seconds: float = 0.0
@@ -245,12 +247,14 @@ class GraphsByShape(Protocol):
         """Shapes of the captured graphs."""
 
     def hold(self, step: StepShape) -> bool:
-        """Return whether some graph can run every step that fits into this shape."""
+        """Return whether any graph can run a step of this shape, and so every smaller step."""
 
     def launch(
         self, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> OverlappedStep:
-        """Send the scheduled requests to a graph and launch its forward pass; return the step, which must land.
+        """Launch the forward pass of the scheduled requests with the smallest graph that fits; return the step.
+
+        The caller must let the step land.
 
         Args:
             draft_distributions: As in `Step`.

@@ -11,7 +11,10 @@ from .shared_steps import NO_REQUESTS, Part, SharedSteps
 
 @torch.inference_mode()
 def take_part(model: StepModel, runner: StepRunner) -> None:
-    """Compute this rank's part of a shared step, and launch its part of the next step if other ranks may have."""
+    """Compute padding in a shared step, and in the next step if other ranks may have launched it early.
+
+    Called on an expert-parallel rank without requests.
+    """
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         _compute_padding(StepShape(1), model, runner)
@@ -35,7 +38,7 @@ def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
     if sharing.part is Part.BEGUN:
         take_part(model, runner)
     if sharing.part is Part.AGREED:
-        with model.resuming_exchanges() as any_made:  # a graph replay would repeat all exchanges
+        with model.resuming_exchanges() as any_made:  # eagerly, because a graph replay would repeat all exchanges
             _launch_padding(sharing.present, model, runner, sharing, eagerly=any_made)
     if sharing.part is Part.LAUNCHED:
         sharing.agree_on_next(NO_REQUESTS, QueueState(), wants_overlap=False)
@@ -43,14 +46,14 @@ def complete_failed_step(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def end_shared_steps(runner: StepRunner) -> None:
-    """Compute this rank's outstanding part of a shared step. Collective: all expert-parallel ranks call it."""
+    """Compute the shared step that this rank owes the others, if any. Collective over the expert-parallel ranks."""
     sharing = runner.sharing
     if not isinstance(sharing, SharedSteps):
         return
     graphs, is_launched = runner.graphs, sharing.padding_is_launched or runner.overlapped_steps.launched is not None
     if sharing.is_owed and not is_launched and graphs is not None:
         graph = graphs.fitting((), sharing.present)
-        assert graph is not None  # without a graph, nothing is owed
+        assert graph is not None  # a step is owed only if it has a graph
         graph.lay_out((), draws_ratios=False)
         graph.forward()
     sharing.forget()
@@ -61,7 +64,7 @@ def end_shared_steps(runner: StepRunner) -> None:
 def _launch_padding(
     shape: StepShape, model: StepModel, runner: StepRunner, sharing: SharedSteps, *, eagerly: bool = False
 ) -> None:
-    """Launch this rank's part of the current step, unless it was launched early."""
+    """Launch padding as this rank's part of the current step, unless that part was launched early."""
     if runner.overlapped_steps.take() is None and not sharing.padding_is_launched:
         _compute_padding(shape, model, runner, eagerly=eagerly)
     sharing.padding_is_launched = False

@@ -1,4 +1,4 @@
-"""Chunks of a step's prefill requests, cut by absolute position, and the slots for states at block boundaries."""
+"""Divide prefill requests into chunks at absolute positions, and assign slots to the states at block boundaries."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ class ChunkPlan:
         index = bisect_left(self.cu_chunks, packed_end)
         if index == 0 or index == len(self.cu_chunks) or self.cu_chunks[index] != packed_end:
             raise CacheIntegrityError(
-                f"no chunk ends at packed position {packed_end}, but at {self.cu_chunks[1:]}; "
+                f"no chunk ends at packed position {packed_end}; chunks end at {self.cu_chunks[1:]}; "
                 "the block size must be a multiple of the grain"
             )
         return index - 1
@@ -51,7 +51,8 @@ def plan_chunks(num_computed: Sequence[int], query_starts: Sequence[int], grain:
             0.
 
     Raises:
-        ValueError: If the lengths disagree, a value is negative, or `query_starts` descends or is not from 0.
+        ValueError: If the lengths disagree, `grain` is below 1, a number is negative, or `query_starts` decreases or
+            does not start with 0.
     """
     _check_demands(num_computed, query_starts, grain)
     cu_chunks = [0]
@@ -78,7 +79,7 @@ def _check_demands(num_computed: Sequence[int], query_starts: Sequence[int], gra
     if min(num_computed, default=0) < 0:
         raise ValueError(f"num_computed must not be negative, found {min(num_computed)}")
     if query_starts[0] != 0 or any(begin > end for begin, end in pairwise(query_starts)):
-        raise ValueError(f"query_starts must ascend from 0, found {tuple(query_starts)}")
+        raise ValueError(f"query_starts must start with 0 and not decrease, found {tuple(query_starts)}")
 
 
 def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers, grain: int) -> int:

@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens in an engine that materializes the logits of each request's last token only.
 
-A step has the hidden states of all its tokens. For prompt tokens to score, logits are computed from the hidden states
-in batches of bounded size, and only the log-probabilities are stored with the request. They are returned with the
-request's first generated token, so an interrupted prompt is scored again from its start.
+A step has the hidden states of all its tokens. If prompt tokens must be scored, their logits are computed from the
+hidden states in batches of bounded size, and only the log-probabilities are stored with the request. They are returned
+with the request's first generated token. A request whose prefill is interrupted is scored again from the start.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from ..ranks.group import Ranks
 from .step import Step
 
 _MOST_LOGITS = 2**25
-"""Logits that are computed at once: 128 MiB in float32."""
+"""Maximum number of logits computed at once: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class ScoredSpan:
 
 
 def scored_spans(requests: Sequence[RunningRequest]) -> list[ScoredSpan]:
-    """Return, for each request, the span of prompt tokens to score in this step; empty if there are none."""
+    """Return the spans of prompt tokens to score in this step, one for each request that asked for it."""
     found = []
     token_start = 0
     for request in requests:
         if request.scores_prompt:
             first = request.computed + 1
-            followers = request.spec.prompt[first : first + request.scheduled]  # the last token has none
+            followers = request.spec.prompt[first : first + request.scheduled]  # the last prompt token has none
             tokens = range(token_start, token_start + len(followers))
             found.append(ScoredSpan(request, tokens, tuple(followers.tolist())))
         token_start += request.scheduled

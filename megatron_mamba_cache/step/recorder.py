@@ -14,7 +14,7 @@ Prepare = Callable[[], None]
 
 
 def nothing() -> None:
-    """Do nothing."""
+    """Do nothing; the default `prepare` of `Recorder.record`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Replay:
 
 
 class Recorder(Protocol):
-    """Interface that records computations, to replay them one after another."""
+    """Interface for recording computations, which are then replayed one after another."""
 
     def record(self, compute: Compute, prepare: Prepare = nothing) -> tuple[tuple[Tensor, ...], Replay]:
         """Run a computation once; return its results and a `Replay` that recomputes them in place.
@@ -60,7 +60,7 @@ class CudaRecorder:
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # Side streams of layers have this priority too; see `OverlappedExpert`.
+        # The side streams of layers have the same priority; see `OverlappedExpert`.
         self._stream = torch.cuda.Stream(priority=-1)
         self._parts: list[torch.cuda.CUDAGraph] = []  # graphs of the current recording
 
@@ -109,7 +109,7 @@ class CudaRecorder:
 
 @contextmanager
 def without_collections() -> Iterator[None]:
-    """Context manager that collects garbage first, not in its body, where freeing an old graph aborts the capture."""
+    """Context manager that collects garbage and then disables collection: freeing a graph would abort a capture."""
     gc.collect()
     was_enabled = gc.isenabled()
     gc.disable()

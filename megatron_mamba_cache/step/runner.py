@@ -1,7 +1,7 @@
-"""The life of a step. `StepRunner.run` runs all stages; if one raises, `drop_failed_step` cleans up:
+"""Run the stages of a step in `StepRunner.run`; if a stage raises, `drop_failed_step` cleans up.
 
-plan → forward → publish prompts → sample → launch the next step, if it may overlap, or decide its drafts → read →
-land → launch drafts.
+Stages: plan → forward → publish prompts → sample → launch the next step, if it may overlap, or decide its drafts → read
+→ land → launch drafts.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ class StepRunner:
         if self.peers.num_ranks > 1:
             self.sharing = SharedSteps(self.peers, self.requests, planner, self._shapes, lambda: self._capture())
         self.queue = QueueState()
-        # No step is launched early if it depends on more than these requests, or if ranks compare every step.
+        # Steps cannot overlap with pipeline stages, drafters that read hidden states, or ranks that compare every step.
         by_itself = not config.rank_digest_steps and ranks.num_stages == 1 and not planner.reads_hidden_states
         is_wanted = config.run_ahead and by_itself
         self.overlapped_steps = OverlappedSteps(self.requests, planner, self.queue, self.sharing, is_wanted=is_wanted)
@@ -105,8 +105,6 @@ class StepRunner:
             counters,
         )
 
-    # The life of a step.
-
     async def run(self, model: StepModel, *, lands: bool = True) -> StepOutcome:
         """Run the step that the scheduler has filled, and return its outcome. If this raises, call `drop_failed_step`.
 
@@ -117,17 +115,17 @@ class StepRunner:
         logits = model.compute_step() if step.graph is None else step.graph.forward()
         self.sharing.note_launched()
         self.publish_prompts()
-        if not self.sharing.is_shared:  # expert-parallel ranks first agree
+        if not self.sharing.is_shared:  # expert-parallel ranks must first agree on the next step
             await asyncio.sleep(0)  # let other tasks use the host while the forward pass runs
         if self._step is not step:
-            raise CacheIntegrityError("the step was dropped while it was computed; its requests start again")
+            raise CacheIntegrityError("the step was dropped during its forward pass; its requests have no new tokens")
         if not lands:
             self.queue.note_change()
         outcome = self._sample(step, logits)
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
         self.overlapped_steps.launch_next(step)
         if self.overlapped_steps.launched is None and not step.num_prefill_requests:
-            self.planner.decide_next(step.requests)  # overlaps with the device
+            self.planner.decide_next(step.requests)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait for the device
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
         num_drafts = step.num_drafts if self.planner.max_drafts else ()
@@ -159,21 +157,21 @@ class StepRunner:
         return step
 
     def publish_prompts(self) -> None:
-        """Make the prompt blocks and states that the launched forward pass writes findable."""
+        """Publish the prompt blocks and states that the launched forward pass writes, so that they can be matched."""
         batch = self.step.batch
         for request in batch.requests[batch.num_decode_requests :]:
             self.cache.publish(request, request.scheduled)
 
     def boundary_offsets(self) -> list[list[int]]:
-        """Return each prefill request's reserved boundaries in the next step, counted from its first new token."""
+        """Return the boundaries where each prefill request's states are stored, as offsets from its first new token."""
         requests = [request for request in self.requests.prefilling if request.scheduled]
         return [[state.position - request.computed for state in request.reserved] for request in requests]
 
     def land(self, kept: StepTokens) -> GrowthOutcome:
-        """Append and publish the kept tokens; remove requests that end; pause or evict requests if needed."""
+        """Append and publish the kept tokens, and remove requests that ended; return the requests paused or evicted."""
         step, overlapped_step = self.step, self.overlapped_steps.launched
         ended = [step.requests[index] for index in kept.ended]
-        if overlapped_step is not None:  # the overlapped step has these tokens and its own blocks
+        if overlapped_step is not None:  # it was launched with these tokens, and its blocks are allocated
             overlapped_step.check_inputs([new[-1] for new in kept.tokens])
             advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
@@ -188,7 +186,7 @@ class StepRunner:
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []
-        if ended or overlapped_step is None:  # otherwise the overlapped step decodes every request again
+        if ended or overlapped_step is None:  # otherwise the counts stay the same
             self.step_requests.count()
         self.memory.below.start()
         self._digest.note_outcome(self.requests, step.requests, kept)
@@ -210,8 +208,6 @@ class StepRunner:
             self._step, self._at_work = None, []
             self.counters.steps_aborted += 1
 
-    # The memory and its requests.
-
     def reset(self) -> None:
         """Drop all requests and the current step. Cached blocks and states stay."""
         self.step_requests.clear()
@@ -225,8 +221,6 @@ class StepRunner:
         self.counters.states_evicted += self.memory.slots.num_evicted
         self.counters.kv_blocks_evicted += self.memory.slots.num_blocks_evicted
         self.step_requests.forget(self.requests)
-
-    # The step that the model and the sampler see.
 
     @property
     def step(self) -> Step:
@@ -248,13 +242,13 @@ class StepRunner:
         purpose: DrawPurpose = DrawPurpose.SAMPLE,
         shape: StepShape | None = None,
     ) -> Step:
-        """Copy the scheduled requests' integer inputs to the device, and prepare memory; return an eager step.
+        """Copy the scheduled requests' inputs to the device and prepare memory; return a step to run without a graph.
 
         The previous step's results must have been read, because its buffers are overwritten.
 
         Args:
             draft_distributions: For each decode request, the distributions of its drafts; see `Step`.
-            purpose: Use of the random numbers, e.g. sampling or drafting.
+            purpose: What the random numbers are used for, e.g. sampling or drafting.
             shape: Step shape on which the expert-parallel ranks agreed; None without expert parallelism.
         """
         memory, draws_ratios = self.memory, any_sampled(draft_distributions)
@@ -277,13 +271,13 @@ class StepRunner:
         return step
 
     def show(self, step: Step) -> None:
-        """Make a step the one that the model and the sampler read."""
+        """Make a step the current step, which the model and the sampler read, and update the request counts."""
         self._step = step
         self.step_requests.count_step(step)
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Context manager for padding steps in its body; restores the current step and the counts afterwards."""
+        """Context manager in which padding steps may run; it restores the current step and the counts afterwards."""
         self.overlapped_steps.wait()
         step, counts = self._step, self.step_requests.counts
         try:
@@ -293,7 +287,7 @@ class StepRunner:
             self.step_requests.restore_counts(counts)
 
     def wanted_logits(self, step: Step, logits: Tensor) -> Tensor:
-        """Select the logits that the step samples from, [logits, vocab], out of the computed logits, [1, n, vocab]."""
+        """Return the logits to sample from, [logits, vocab], selected from [1, n, vocab] and changed as requested."""
         wanted = logits.squeeze(0) if self.only_last_logits else step.select_outputs(logits)
         return self._changes.apply(step.requests, step.batch.logits.starts, wanted)
 
@@ -301,20 +295,18 @@ class StepRunner:
         """Return logits, [n, vocab], bit-equal on all ranks, given each rank's output of the forward pass."""
         return self._scorer.logits_on_all_ranks(step, output)
 
-    # Captured graphs.
-
     def drop_graphs(self) -> None:
         """Copy the results of an overlapped step, then free all graphs."""
         self.overlapped_steps.leave_graph()
         self.graphs = None
 
     def capture_by(self, capture: Callable[[], None], *, now: bool) -> None:
-        """Capture graphs now, or at the next step whose shape expert-parallel ranks agree on.
+        """Capture graphs now, or when expert-parallel ranks next agree on a step's shape.
 
         Args:
             capture: Function that captures the graphs. Expert-parallel ranks call it together if any of them needs
                 graphs.
-            now: False to wait for that step with expert parallelism; until then, steps run without graphs.
+            now: False to wait for that agreement with expert parallelism; until then, steps run without graphs.
         """
         self._capture = capture
         if now or not isinstance(self.sharing, SharedSteps):
@@ -334,11 +326,11 @@ class StepRunner:
         """Sample tokens, verify drafts, and copy the states at reached boundaries.
 
         Returns:
-            [requests, 2 + K] at `StepBatch.row_indices`: each request's number of accepted tokens, then the tokens.
+            Outcome of `verify_step`; each request is at its index in `StepBatch.row_indices`.
         """
         graph = step.verifying_graph(only_last_logits=self.only_last_logits)
         if graph is not None:
-            self._changes.masks.apply(logits.squeeze(0))  # in place in the graph's logits
+            self._changes.masks.apply(logits.squeeze(0))  # in place, because the graph reads these logits
             return graph.verify(step.batch.logits.draws)
         requests = step.batch.logits
         outcome = outcome_on_all_ranks(
@@ -362,7 +354,7 @@ class StepRunner:
         """Return the tokens that each request keeps; launch the next step if it may overlap.
 
         Args:
-            found: Outcome of the step, [requests, 2 + K] at `StepBatch.row_indices`.
+            found: Outcome of `verify_step` as a list of rows.
         """
         if not any_sampled(step.draft_distributions):
             tokens = [found[row][1] for row in step.batch.row_indices]

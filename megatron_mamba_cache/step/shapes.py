@@ -25,7 +25,7 @@ def prefill_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningReq
 
 
 def decode_padding_request(num_tokens: int, dummy_block: BlockId) -> RunningRequest:
-    """Return a padding request with one token, `num_tokens` - 1 drafts and a reserved state; 0 for no tokens."""
+    """Return a padding request that decodes one token and `num_tokens` - 1 drafts; with 0, it computes no token."""
     request = _padding_request(RequestSpec(-1, np.zeros(0, np.int64), 2, _GREEDY), dummy_block)
     if num_tokens:
         request.append([0])
@@ -49,7 +49,7 @@ def _padding_request(spec: RequestSpec, dummy_block: BlockId) -> RunningRequest:
 
 @dataclass(frozen=True, slots=True, order=True)
 class StepShape:
-    """Numbers of requests and tokens in a step that a graph is captured for: decode requests, then prefill requests.
+    """Numbers of requests and tokens in a captured step; decode requests come first, then prefill requests.
 
     Decode requests have up to `width` tokens each. With prefill requests, `width` is 1, so that prefill tokens start
     after one token per decode request.
@@ -62,7 +62,7 @@ class StepShape:
 
     @property
     def num_requests(self) -> int:
-        """Number of requests."""
+        """Number of requests, padding included."""
         return self.num_decode_requests + self.num_prefill_requests
 
     @property
@@ -113,7 +113,7 @@ class StepShape:
         return decoding + [prefill_padding_request(length, dummy_block) for length in lengths]
 
     def pad(self, requests: Sequence[RunningRequest], dummy_block: BlockId) -> list[RunningRequest]:
-        """Return the requests with padding requests added, so that each request is at its index in `row_indices`."""
+        """Return the requests with padding requests inserted, so that each request is at its index in `row_indices`."""
         num_decode = num_decoding(requests)
         num_between = self.num_decode_requests - num_decode
         num_after = self.num_prefill_requests - (len(requests) - num_decode)
@@ -129,7 +129,7 @@ class StepShape:
 
 
 def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
-    """Return the smallest shape into which a step fits, by width, prefill requests, then tokens; None if none fits."""
+    """Return the smallest shape that a step fits, by width, then prefill requests, then tokens; None if none fits."""
     fitting = [shape for shape in shapes if shape.holds(step)]
     return min(fitting, key=lambda shape: (shape.width, shape.num_prefill_requests, shape.num_tokens), default=None)
 
@@ -137,7 +137,7 @@ def smallest_holding(step: StepShape, shapes: Iterable[StepShape]) -> StepShape 
 def pad_tail(
     padded: Sequence[RunningRequest], buffers: StepBuffers, dummy_block: int, shape: StepShape, num_chunks: int
 ) -> None:
-    """Fill the buffers after a packed step's entries with padding tokens, logits and, up to `num_chunks`, chunks."""
+    """Write padding after a packed step in the buffers, up to the tokens and logits of the shape and `num_chunks`."""
     num_requests = len(padded)
     tokens = slice(int(buffers.host("cu_query")[num_requests]), shape.num_tokens)
     for name in ("token_ids", "token_positions"):

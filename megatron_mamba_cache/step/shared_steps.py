@@ -1,13 +1,13 @@
-"""Agreement of expert-parallel ranks on each step's shape, and on overlapping it.
+"""Agreement of expert-parallel ranks on the shape of each step, and on overlapping it.
 
 MoE layers exchange the same number of tokens on every rank, so all ranks compute a step in one shape: the smallest that
-holds each rank's requests. A rank without requests computes padding. Ranks agree in two rounds, without waiting for the
-device:
+holds each rank's requests. A rank without requests computes padding. Ranks agree without waiting for the device, at one
+of two times:
 
-- While the device computes a step, each rank that is sure to decode only in the next step reports its number of
-requests. If all ranks report one, the next shape is fixed. If it equals the current shape, ranks that can launch the
-next step do so. Each of the other ranks then owes this step: it must compute it before it waits. - Otherwise, ranks
-agree on the next shape when each rank knows its requests for that step.
+- While the device computes a step, each rank reports its number of requests, if it is sure that its next step only
+  decodes. If all ranks are sure, the next shape is fixed. If it equals the current shape, each rank that can launch the
+  next step early does so; the other ranks then owe this step, that is, they must compute it.
+- Otherwise, ranks agree on the next shape when each rank knows its requests for that step.
 
 A rank whose step fails still completes its part (`Part`), because other ranks wait for it.
 """
@@ -28,37 +28,37 @@ NO_REQUESTS = StepShape(0)
 class Part(Enum):
     """Progress of this rank in a step that expert-parallel ranks compute together."""
 
-    COMPLETE = "it has looked ahead"
-    BEGUN = "nothing is agreed"
+    COMPLETE = "the ranks have tried to agree on the next step"
+    BEGUN = "the ranks have not agreed on the shape"
     AGREED = "the shape is agreed"
-    LAUNCHED = "the forward is launched"
+    LAUNCHED = "the forward pass is launched"
 
 
 class StepSharing:
-    """Agreement of ranks on the next step. This base class is for one rank with all experts, which decides alone."""
+    """Agreement of ranks on the next step. This base class is for a rank that has all experts and decides alone."""
 
     is_shared = False
-    """True if ranks share experts."""
+    """True if the experts are split across ranks."""
     is_owed = False
-    """True when ranks may have launched the next step already."""
+    """True if every rank must compute the next step, because at least one rank launches it early."""
 
     @property
     def is_fixed(self) -> bool:
-        """True if the next step's shape is agreed, so that no request can join."""
+        """True if the ranks have agreed on the shape of the next step, so that no request can join it."""
         return False
 
     def begin(self) -> None:
         """Record that this rank starts a step, which it must complete because other ranks wait for it."""
 
     def next_shape(self) -> StepShape | None:
-        """Return the next step's agreed shape, None for a single rank; graphs may be captured again."""
+        """Return the shape agreed for the next step; None on a single rank. May capture graphs again."""
         return None
 
     def note_launched(self) -> None:
         """Record that this rank has launched its forward pass."""
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Return whether this rank launches the next step; `wants` is the decision that it would make alone."""
+        """Return whether this rank launches the next step early; `wants` is True if it would do so on its own."""
         return wants
 
     def forget(self) -> None:
@@ -130,7 +130,7 @@ class SharedSteps(StepSharing):
         return StepShape(num_requests, 1 if prefill[0] else width, *prefill)
 
     def may_launch(self, step: Step, queue: QueueState, *, wants: bool, knows_tokens: bool) -> bool:
-        """Agree with the other ranks, before tokens are read; return whether this rank launches the next step."""
+        """Return whether this rank launches the next step; the ranks agree on it before tokens are read."""
         if knows_tokens:
             return False
         stays_paused = (
@@ -145,7 +145,7 @@ class SharedSteps(StepSharing):
         """Try to agree on the next step's shape; return whether every rank now must compute that step.
 
         Args:
-            next_requests: Shape into which this rank's current requests fit in the next step.
+            next_requests: Smallest shape that this rank's current requests fit in the next step.
             wants_overlap: True if this rank can launch the next step early.
         """
         ends_prefill = all(
@@ -166,5 +166,5 @@ class SharedSteps(StepSharing):
 
 
 def computed_shape(step: StepShape, shapes: Collection[StepShape]) -> StepShape:
-    """Return the smallest graph shape into which a step fits; without one, the step's own shape, made non-empty."""
+    """Return the smallest of `shapes` that a step fits; if none fits, the step's shape, or one token if it is empty."""
     return smallest_holding(step, shapes) or (step if step.num_tokens else StepShape(1))

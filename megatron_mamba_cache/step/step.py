@@ -1,4 +1,4 @@
-"""One engine step, from its layout until it has landed or failed."""
+"""One engine step, from its layout until its tokens are processed or it fails."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ def no_attention(*_: object) -> Tensor:
 
 
 def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:
-    """Return whether any drafts were sampled from distributions. Their verification needs random numbers."""
+    """Return whether any drafts were sampled from distributions; their verification needs random numbers."""
     return any(sampled is not None for sampled in draft_distributions)
 
 
@@ -51,7 +51,7 @@ class Step:
     def of_graph(
         graph: CapturedStep, requests: Sequence[RunningRequest], draft_distributions: Sequence[Tensor | None]
     ) -> "Step":
-        """Send the scheduled requests to a graph; return the step, which the graph will compute."""
+        """Lay out the scheduled requests for a graph; return the step, which the graph will compute."""
         batch = graph.lay_out(requests, draws_ratios=any_sampled(draft_distributions))
         return Step(batch, graph=graph, draft_distributions=draft_distributions, wanted_outputs=graph.wanted_outputs)
 
@@ -67,17 +67,17 @@ class Step:
 
     @property
     def num_prefill_requests(self) -> int:
-        """Number of requests that compute prompt tokens."""
+        """Number of requests that prefill."""
         return len(self.batch.requests) - self.batch.num_decode_requests
 
     @property
     def num_padded_tokens(self) -> int:
-        """Number of computed tokens, padding included."""
+        """Number of tokens that the device computes, padding included."""
         return self.batch.num_tokens if self.graph is None else self.graph.shape.num_tokens
 
     @property
     def num_padded_requests(self) -> int:
-        """Number of computed requests, padding included."""
+        """Number of requests that the device computes, padding included."""
         return len(self.batch.requests) if self.graph is None else self.graph.shape.num_requests
 
     @property
@@ -86,11 +86,11 @@ class Step:
         return not self.num_prefill_requests and self.batch.num_tokens == len(self.requests)
 
     def verifying_graph(self, *, only_last_logits: bool) -> CapturedStep | None:
-        """Return the graph if it can verify the step, even after its logits are masked; otherwise None.
+        """Return the graph if it can sample and verify this step from its logits, masked or not; otherwise None.
 
         Args:
             only_last_logits: True if the model returns logits only for the tokens in `StepBatch.logits`. Otherwise the
-                graph selects these logits itself, after the point at which a mask could be applied.
+                graph itself selects these logits while it verifies, so the host cannot mask them first.
         """
         graph = self.feeding_graph
         if graph is None or self.batch.logits.any_changed or not graph.can_verify:
@@ -105,15 +105,18 @@ class Step:
         return None if any_sampled(self.draft_distributions) else self.graph
 
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
-        """Select and store the rows for `StepBatch.logits`, [logits, n], of hidden states or logits, [1, tokens, n].
+        """Store and return the rows of `outputs` for the tokens in `StepBatch.logits`, [logits, n].
 
-        These rows belong to each request's last token and the tokens before its drafts. If prompts are scored, the step
-        also stores the hidden states of all tokens.
+        These are each request's last token and the tokens before its drafts. If prompts are scored, also store the
+        hidden states of all tokens.
+
+        Args:
+            outputs: [1, tokens, n] hidden states or logits.
         """
         if are_hidden_states and any(request.scores_prompt for request in self.requests):
             self.scored_hidden_states = outputs.squeeze(0)
         tokens, found = self.batch.logits.tokens, outputs.squeeze(0)
-        # In a pure decode step, the outputs of all tokens are needed, in order.
+        # A pure decode step needs the outputs of all tokens, in order, so no selection is necessary.
         are_all = self.batch.prefill is None and len(tokens) == len(found)
         self.wanted_outputs = found if are_all else found.index_select(0, tokens)
         return self.wanted_outputs

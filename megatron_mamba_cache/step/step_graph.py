@@ -1,10 +1,10 @@
-"""CUDA graphs for one step shape: the forward pass, then verification and align copies.
+"""CUDA graphs for one step shape: the forward pass, then verification and copies of the states at block boundaries.
 
-Verification and align copies have one graph per sampling method. They run without a graph if a request changes its
-logits or a draft was sampled at random. Before a replay, the step's requests replace padding requests in the buffers;
-every op skips the remaining padding. If the host plans attention for prompts, the forward pass is split into two graphs
-before the first attention layer: the host plans while the first graph runs. It is not split if other pipeline stages or
-expert-parallel ranks would wait.
+Verification and these copies have one graph per sampling method. They run without a graph if a request changes its
+logits or a draft was sampled from a distribution. Before a replay, the step's requests replace padding requests in the
+buffers; every op skips the remaining padding. If the host plans attention for prompts, the forward pass is split into
+two graphs before the first attention layer, and the host plans while the first graph runs. It is not split with
+pipeline stages or expert-parallel ranks, which would wait for one another.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ from .verify import copy_reached_boundaries, outcome_on_all_ranks, verify_step
 class OutputMemory:
     """Buffer for the output of the latest forward pass: logits, or hidden states on all stages but the last.
 
-    All graphs share it, because logits for 259 tokens and 131,072 vocabulary entries take 65 MiB. Copying them there
+    All graphs share it, because logits for 259 tokens and 131,072 vocabulary entries take 65 MiB in bf16. The copy
     takes less than 0.1% of a step.
 
     Args:
@@ -49,7 +49,8 @@ class OutputMemory:
         """Copy the output of a forward pass into the buffer; return the copy, whose address never changes.
 
         Args:
-            output: One row per token whose logits are computed, or per token. The first call must have the most tokens.
+            output: [..., width] one row per token, or only per token that needs logits. The first call must be for the
+                shape with the most tokens.
         """
         if self._memory is None:
             has_all = output.numel() // output.shape[-1] != shape.num_logits
@@ -69,10 +70,10 @@ class StepGraph:
 
     Args:
         model: Model that computes the runner's current step.
-        recorder: Captures the computations.
+        recorder: Recorder that captures the computations as CUDA graphs.
         outputs: Buffer that keeps the output of the forward pass until any graph runs its next forward pass.
         longest: Maximum number of tokens per request.
-        purpose: Use of the sampled tokens. For draft tokens, only greedy sampling is captured after the forward pass.
+        purpose: What the sampled tokens are used for. For drafting, only greedy sampling is captured.
     """
 
     can_verify = True
@@ -97,7 +98,7 @@ class StepGraph:
         padding, num_chunks = shape.fullest_requests(geometry.dummy_block), shape.num_chunks(geometry.grain)
         self._views = view_step(padding, buffers, num_chunks)
         fullest = replace(self._views.attention, query_lens=shape.most_queries, kv_lens=(longest,) * shape.num_requests)
-        # Pipeline stages and expert-parallel ranks split at different times and would wait for one another.
+        # Pipeline stages and expert-parallel ranks would not split in the same steps, and would wait for one another.
         is_alone = runner.ranks.num_stages == 1 and not runner.sharing.is_shared
         self._attention = self._memory.attention.capture(fullest, may_be_left_out=is_alone)
         self._unplanned: AttentionRows | None = None
@@ -121,7 +122,7 @@ class StepGraph:
         self._replay_verify = {draws: recorder.record(partial(self._verify, runner, draws))[1] for draws in ways}
 
     def _verify(self, runner: StepRunner, draws: Draws) -> tuple[Tensor, ...]:
-        """Compute the outcome from the logits, and copy states at reached boundaries; captured separately."""
+        """Compute the outcome from the logits, and copy the states at reached boundaries; recorded as its own graph."""
         step, requests = Step(self._views), replace(self._views.logits, draws=draws)
         outcome = outcome_on_all_ranks(
             runner.ranks, requests, lambda: verify_step(requests, runner.wanted_logits(step, self.logits), [])
@@ -131,14 +132,14 @@ class StepGraph:
         return ()
 
     def reads_blocks_of(self, requests: Sequence[RunningRequest]) -> bool:
-        """Return whether the captured attention can read as many KV blocks as the step's prompts have."""
+        """Return whether the captured attention can address all KV blocks of the step's prompts."""
         last = self._attention.last_block
         return last is None or all(max(request.block_ids) <= last for request in requests[num_decoding(requests) :])
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
-        """Send a step that fits the shape to the device; return its batch without padding.
+        """Copy a step that fits the shape to the device; return its batch without padding.
 
-        The device starts the part before the first attention layer while the host plans attention.
+        If the forward pass is split, the first graph is launched, and runs while the host plans attention.
         """
         buffers, geometry, before = self._memory.step_buffers, self._memory.geometry, self._latest.of(self)
         if before is not None and not draws_ratios and before.step.continues(requests, buffers, geometry.block_size):
@@ -169,11 +170,13 @@ class StepGraph:
         """Launch the next step; see `CapturedStep`."""
         before, buffers = self._latest.of(self), self._memory.step_buffers
         if before is None or before.step.ends is None:
-            raise CacheIntegrityError("the next step depends on more than this step's tokens; check can_launch_next()")
+            raise CacheIntegrityError(
+                "cannot launch the next step from this step's tokens alone; check can_launch_next()"
+            )
         sent = send_next(before.step, buffers, self._memory.geometry.block_size, self.shape.num_requests)
         self._memory.prepare(())
         batch = self._note_next(before, sent)
-        buffers.feed(self.outcome[: len(requests), 1])  # decode requests come first
+        buffers.feed(self.outcome[: len(requests), 1])  # decode requests are first
         self.forward()
         state = OverlapState.FORWARD
         if not (before.batch.logits.any_changed or any_masked(requests)):  # otherwise the host needs the tokens first
@@ -182,7 +185,7 @@ class StepGraph:
         return OverlappedStep(self, batch, before.step.ends, state)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
-        """Store and return a step that continues step `before`; plan attention again if KV blocks changed."""
+        """Record a sent step that continues `before`; return its batch. Plan attention again if KV blocks changed."""
         kv_lens = tuple(self._memory.step_buffers.host("kv_lengths")[: self.shape.num_requests].tolist())
         batch = replace(before.batch, attention=replace(before.batch.attention, kv_lens=kv_lens))
         self._latest.note(SentStep(self, step, batch))
@@ -191,7 +194,7 @@ class StepGraph:
         return batch
 
     def _batch_of(self, requests: Sequence[RunningRequest], padded: Sequence[RunningRequest]) -> StepBatch:
-        """Return the batch without the padding requests."""
+        """Return the step's batch, which contains the requests without padding."""
         results, shape = self._results, self.shape
         num_decode = num_decoding(requests)
         row_indices = shape.row_indices(requests)
@@ -223,7 +226,7 @@ class StepGraph:
         if not self._plans_inside:
             self._plan_attention()
         self._model.receive(self.shape.num_tokens)
-        self._replay_forward.finish()  # steps sent without `lay_out` have no prompts and no `begin`
+        self._replay_forward.finish()  # decode steps are not split and need no `begin`
         self._model.send(self.logits)
         return self.logits
 
@@ -239,7 +242,7 @@ class StepGraph:
 
 
 def _computed_views(logits: StepLogits) -> tuple[Tensor, ...]:
-    """Return the tensors derived from the step buffers that are still read after the forward pass."""
+    """Return the tensors that are computed from the step buffers and read after the forward pass."""
     return logits.temperature, logits.top_k, logits.top_p, logits.verify.draft_ids
 
 

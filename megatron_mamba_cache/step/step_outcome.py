@@ -1,4 +1,4 @@
-"""Request counts and outcome of a step, from which Megatron's results are built."""
+"""Request counts and outcome of a step, which are reported to Megatron."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ class StepCounts(NamedTuple):
 
     Args:
         tokens: Number of tokens to compute; includes drafts after the step is laid out.
-        padded_tokens, padded_requests: Size of the last laid-out step on the device, padding included.
+        padded_tokens, padded_requests: Numbers that the device computes in the last laid-out step, padding included.
     """
 
     requests: int = 0
@@ -28,11 +28,11 @@ class StepCounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """Tokens that a step produced, its draft counts, log-probabilities, and the requests that left or paused.
+    """Result of a step: kept tokens, draft counts, log-probabilities, and the requests that were paused or evicted.
 
     Args:
         num_drafts: [requests] number of verified drafts; empty if drafting is off.
-        held_back: Requests that were paused or evicted when the step landed.
+        held_back: Requests that were paused or evicted after the step.
     """
 
     step: Step

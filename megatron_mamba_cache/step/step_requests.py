@@ -1,4 +1,4 @@
-"""Admission, draft counts, KV blocks and removal of the next step's requests."""
+"""Admit, schedule and remove the requests of the next step, and allocate their KV blocks."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,7 +29,7 @@ class StepRequests:
     """Decides which requests take part in the next step, and with how many drafts.
 
     Args:
-        running: All requests with a live state.
+        running: All running and paused requests.
         changes: Logit changes of requests; entries of requests that leave are removed.
         counts: Request and token counts of the next step.
     """
@@ -53,7 +53,7 @@ class StepRequests:
         return outcome
 
     def schedule(self, scheduler: StepScheduler, waiting: Iterable[Candidate]) -> ScheduledStep:
-        """Let a scheduler fill the next step; see `StepScheduler.fill_step`. Raises the same error as `admit`."""
+        """Fill the next step with `StepScheduler.fill_step`; raise `RuntimeError` if that step has been launched."""
         self.overlapped_steps.refuse_requests()
         scheduled = scheduler.fill_step(self.running, waiting)
         self.memory.below.start()
@@ -61,7 +61,7 @@ class StepRequests:
         return scheduled
 
     def prefetch(self, scheduler: StepScheduler, waiting: Sequence[Candidate]) -> None:
-        """Start restores for requests that cannot join the next step because it is already running."""
+        """Start restores for waiting requests, which cannot join the next step because it is already running."""
         if not self.running.any_paused:
             scheduler.prefetch(self.running, waiting)
             self.memory.below.start()
@@ -90,11 +90,11 @@ class StepRequests:
     def drop_overlapped_step(self) -> None:
         """Wait for the overlapped step and discard it, because all its requests have left."""
         self.queue.note_change()
-        if not self.sharing.is_owed:  # otherwise it stays as this rank's part of a shared step
+        if not self.sharing.is_owed:  # otherwise other ranks wait for it
             self.overlapped_steps.drop()
 
     def grow(self) -> GrowthOutcome:
-        """Give requests the KV blocks for the next step; pause, resume or evict requests if needed."""
+        """Allocate KV blocks for the next step; pause, resume or evict requests if needed, and return which."""
         outcome = self.running.grow(self.memory.num_paused_blocks)
         self.forget(outcome.evicted)
         self.memory.pause(outcome.paused)
@@ -115,11 +115,11 @@ class StepRequests:
         self.counts = StepCounts()
 
     def count(self) -> None:
-        """Count the requests and tokens of the next step, without drafts."""
+        """Set `counts` to the requests and tokens of the next step, without drafts."""
         self.counts = self.counts._replace(**self.running.counts._asdict())
 
     def count_step(self, step: Step) -> None:
-        """Count the requests and tokens of a laid-out step."""
+        """Set `counts` to the requests and tokens of a laid-out step."""
         self.counts = self.counts._replace(
             prefilling=step.num_prefill_requests,
             tokens=step.batch.num_tokens,
@@ -137,8 +137,9 @@ def draft_budget(
 ) -> int:
     """Return the maximum total number of drafts in a step, before drafts are scheduled.
 
-    It is 0 for a captured step with prompts, which has no room for drafts. With drafts, the step would run without a
-    graph, and the host would take two to eight times as long as the GPU; drafts do not make up for that.
+    It is 0 for a step with prompts that a graph can run, because no graph has both prompts and drafts. Without a graph,
+    the host would take two to eight times as long as the GPU; drafts do not make up for that. It is also 0 if the ranks
+    agreed on a shape without drafts.
 
     Args:
         budget: Maximum number of tokens in the step.

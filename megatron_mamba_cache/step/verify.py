@@ -1,4 +1,4 @@
-"""Work after the forward pass: sample, verify drafts, and copy boundary states."""
+"""Sample tokens, verify drafts, and copy boundary states after the forward pass."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,10 +17,11 @@ from .step import any_sampled
 
 
 def verify_step(wanted: StepLogits, logits: Tensor, distributions: Sequence[Tensor | None]) -> Tensor:
-    """Sample every logits row and accept the drafts that pass verification.
+    """Sample a token from every row of logits, and accept the drafts that pass verification.
 
     Args:
-        logits: [logits, vocab].
+        wanted: Sampling settings and random numbers for the rows of `logits`.
+        logits: [logits, vocab] logits, after all changes and masks.
         distributions: For each decode request, the distributions that its drafts were sampled from, or None for other
             drafts.
 
@@ -66,7 +67,7 @@ def logits_on_all_ranks(ranks: Ranks, output: Tensor, num_logits: int, vocab_siz
 
 
 def _sampled_distributions(wanted: StepLogits, distributions: Sequence[Tensor | None]) -> DraftDistributions | None:
-    """Return the draft distributions that exist, and the logits row of each."""
+    """Return the draft distributions, each with its index by logits row; None if no draft was sampled from one."""
     if not any_sampled(distributions):
         return None
     index = torch.full(wanted.tokens.shape, -1, dtype=torch.int32)
@@ -81,7 +82,7 @@ def _sampled_distributions(wanted: StepLogits, distributions: Sequence[Tensor | 
 
 
 def copy_reached_boundaries(step: StepBatch, outcome: Tensor, memory: CacheMemory) -> None:
-    """Copy the boundary state of each decode request that reached a boundary into its reserved slot."""
+    """For each decode request that reached a boundary, copy its state at the boundary to the reserved slot."""
     if step.align is None:
         return
     batch = replace(step.align, accepted=outcome[: step.align.targets.shape[0], 0])

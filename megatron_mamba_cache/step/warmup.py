@@ -1,4 +1,4 @@
-"""Compile all kernels that steps launch before the first request arrives, without changing other state.
+"""Before the first request arrives, compile all kernels that steps launch, without changing other state.
 
 Triton compiles one variant per combination of dtypes, strides, constants and pointer alignments. Warmup therefore runs
 real steps with padding requests, which every op skips: the forward pass, verification and the align copy, over the
@@ -30,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 _COMPILES = "Triton compiles the kernels for this model, once per machine"
 _LAUNCHES = "Each kernel of this model is launched once, and compiled if it has not been"
 _MOST_RESIDUES = 8
-"""The number of offsets of 2-byte elements modulo 16 bytes, the alignment by which compiled kernels differ."""
+"""Number of offsets of a 2-byte element within 16 bytes, the pointer alignment for which Triton compiles variants."""
 
 Rows = list[RunningRequest]
 
@@ -43,7 +43,7 @@ def compile_ahead(
     Call it only between steps. It does nothing on a CPU, or in float64, for which some ops have no kernels.
 
     Args:
-        rehearse_steps: Function that runs every kind of step with padding; None uses `rehearse`.
+        rehearse_steps: Function that runs every kind of step with padding requests; the default is `rehearse`.
     """
     if not _may_compile_ahead(runner):
         return
@@ -63,7 +63,7 @@ def warm_up(model: StepModel, runner: StepRunner) -> None:
 
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Do the same as `warm_up` for steps that contain only prefill requests."""
+    """Launch each kernel of steps that contain only prefill requests once; call it between steps."""
     if runner.memory.state_pool.device.type == "cuda":
         rehearse_prefill(model, runner)
 
@@ -88,7 +88,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
             for draws in Draws:
                 outcome = verify_step(replace(step.logits, draws=draws), zeros, [])
             copy_reached_boundaries(step, outcome, memory)
-            if zeros.dtype is not torch.float32:  # changed logits are float32
+            if zeros.dtype is not torch.float32:  # logits that requests change are converted to float32
                 for draws in Draws:
                     verify_step(replace(step.logits, draws=draws), zeros.float(), [])
             torch.cuda.synchronize()  # before the next step overwrites the step buffers
@@ -98,7 +98,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Run every kind of step that contains only prefill requests, with padding, on a CPU or GPU."""
+    """Run every kind of step that contains only prefill requests, with padding requests, on a CPU or GPU."""
     memory = runner.memory
     with runner.rehearsing():
         for requests in prefill_steps(memory.step_buffers.limits, memory.geometry.block_size, memory.dummy_block):

@@ -1,1 +1,1 @@
-"""Host and disk tiers of the cache: pinned memory, files, and copy threads."""
+"""Host and disk tiers of the cache: pinned memory, entry files and copy threads."""

@@ -1,13 +1,14 @@
 """Directory of the disk tier, which several servers may share.
 
-An entry is a file with one cached state and its KV blocks. The generation counts the flushes of the cache.
+An entry is a file with one cached state and the KV blocks since the previous cached state. The generation is the number
+of flushes of the cache.
 
     DIR/<identity>/generation          current generation, as decimal text
     DIR/<identity>/lock                lock file, locked in shared mode by each server that uses the directory
     DIR/<identity>/<generation>/<rank of ranks>/   entries
 
-The keys of entries depend on the generation, so entries of earlier generations are never found. Directories have mode
-0700.
+The keys of entries depend on the generation, so entries of earlier generations are never found. Directories have the
+mode 0700.
 """
 
 import contextlib
@@ -28,7 +29,7 @@ _IDENTITY_DIGITS = 64
 
 
 class CacheDirectory:
-    """One rank's directory of entries on disk, in which the cache's current generation is stored.
+    """One rank's directory of entries on disk, and the generation file, which all ranks and servers share.
 
     Args:
         base: Value of the setting `disk_cache_dir`; the directory is created if it does not exist.
@@ -59,7 +60,8 @@ class CacheDirectory:
     def open(self, generation: int) -> list[EntryName]:
         """Switch to a generation, remove all earlier generations, and return the entries on disk, oldest first.
 
-        The number is stored durably first, so earlier generations are never used again, even after a crash.
+        The generation is first written to disk and synced, so earlier generations are never used again, even after a
+        crash.
 
         Raises:
             CacheError: If the directory cannot be written.
@@ -108,7 +110,7 @@ class CacheDirectory:
                     total -= sizes[found]
 
     def close(self) -> None:
-        """Release this server's lock; if no server holds it, other servers may remove the subdirectory."""
+        """Release this server's lock. Once no server holds the lock, other servers may remove the subdirectory."""
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -125,11 +127,11 @@ class CacheDirectory:
         return max(used, default=0)
 
     def _generations(self) -> dict[int, Path]:
-        """Return the subdirectory of each generation, keyed by the generation's number."""
+        """Return the path of each generation's subdirectory, keyed by generation."""
         return {int(found.name): found for found in self._home.iterdir() if found.name.isdecimal()}
 
     def _set_generation(self, generation: int) -> None:
-        """Store a generation durably, unless a later generation is stored."""
+        """Write a generation to disk and sync it, unless a later generation is stored."""
         file = self._home / "generation"
         with _opened(self._home / "generation.lock", os.O_RDWR | os.O_CREAT) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

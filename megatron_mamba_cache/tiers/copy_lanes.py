@@ -20,8 +20,8 @@ _LEAST_TOKENS = 256
 class MeasuredTimes:
     """Shortest measured time per copied byte for each lane, and per prompt token for prefill.
 
-    They decide if a prefix is restored or computed again. Small copies and small steps are ignored. If only one
-    direction was measured, the opposite direction is assumed to be equally fast.
+    The cache compares them to decide if a prefix is restored or computed again. Small copies and small steps are
+    ignored. If only one direction was measured, the opposite direction is assumed to be equally fast.
     """
 
     def __init__(self) -> None:
@@ -39,9 +39,9 @@ class MeasuredTimes:
             self._token_s = min(seconds / num_tokens, self._token_s or float("inf"))
 
     def times(self, block_bytes: int, state_bytes: int) -> CopyTimes | None:
-        """Return the copy times for a block and a state with these sizes.
+        """Return the times to copy a block and a state of these sizes and to prefill a token.
 
-        None until a copy between device and host and a prefill have been measured.
+        The result is None until a copy between device and host and a prefill have been measured.
         """
         copy, read = self._of_either(Lane.TO_DEVICE, Lane.TO_HOST), self._of_either(Lane.FROM_DISK, Lane.TO_DISK)
         if copy is None or self._token_s is None:
@@ -61,7 +61,7 @@ class MeasuredTimes:
 
 _LOG = logging.getLogger(__name__)
 PART_BYTES = 2**22
-"""Number of bytes per part in which copies are submitted to the GPU; a part takes about 80 µs over PCIe 5."""
+"""Maximum number of bytes in one part of a copy; a part takes about 80 µs over PCIe 5."""
 _MOST_IN_FLIGHT = 2
 """Maximum number of parts of a restore that are in flight at a time; with two, the copy engine never idles."""
 
@@ -94,7 +94,7 @@ class UnitSizes:
         return len(order.blocks) * self.block + len(order.states) * self.state
 
     def pieces(self, order: CopyOrder) -> Iterator[Piece]:
-        """Yield the byte ranges that an order copies, where consecutive blocks or states form one range."""
+        """Yield the byte ranges that an order copies; consecutive blocks or states are merged into one range."""
         yield from _merged(order.blocks, self.block)
         yield from _merged(order.states, self.state)
 
@@ -104,12 +104,12 @@ Work = Callable[[CopyOrder], float | None]
 
 
 class CopyLanes:
-    """Implementation of `Copies` with one thread per lane; if a copy raises, it is logged and counts as failed.
+    """`Copies` with one thread per lane. If a copy raises, the error is logged and the copy counts as failed.
 
     Args:
         works: Function that makes the copies of each lane, called in the lane's thread.
         before: Functions called with each order in the caller's thread, before the order is queued.
-        sizes: Sizes of blocks and states, to compute the time per byte.
+        sizes: Sizes of blocks and states, from which the time per byte is computed.
         times: Object that records the copy times; None if they are not needed.
     """
 
@@ -181,10 +181,11 @@ class DeviceCopies:
         device, host: [bytes] uint8. For a CUDA device, the host memory must be pinned in ranges whose sizes are
             multiples of `PART_BYTES`.
 
-    A step's own small copies use the same copy engine and wait for copies that were submitted earlier. Therefore only
-    few bytes are submitted at a time. Requests wait for restores, but not for writes to the host. A write therefore
-    pauses after each part for as long as the part took, which leaves half of the copy engine's time to the steps. Parts
-    end at multiples of `PART_BYTES` in host memory, because CUDA rejects a copy across the end of a pinned range.
+    The small copies of a step use the same copy engine, and wait for all copies that were submitted earlier. Therefore,
+    only a few parts are submitted at a time. Requests wait for restores, but not for writes to the host. A write
+    therefore pauses after each part for as long as its copy took, which leaves half of the copy engine's time to the
+    steps. Parts end at multiples of `PART_BYTES` in host memory, because CUDA rejects a copy across the end of a pinned
+    range.
     """
 
     def __init__(self, device: Tensor, host: Tensor, sizes: UnitSizes) -> None:
@@ -240,11 +241,11 @@ def _submit(parts: Iterator[None]) -> None:
     for _ in parts:
         submitted.rotate(-1)
         submitted[-1].record()
-        submitted[0].synchronize()  # wait for the previous part; an event that was never recorded does not wait
+        submitted[0].synchronize()  # returns immediately for an event that was never recorded
 
 
 def _pause_between(parts: Iterator[None], stream: torch.cuda.Stream) -> float:
-    """Submit parts one by one, each followed by a pause as long as its copy; return the sum of the pauses in s."""
+    """Submit parts one by one, and pause after each for as long as its copy took; return the total pause in s."""
     began, paused = time.perf_counter(), 0.0
     for _ in parts:
         stream.synchronize()

@@ -1,7 +1,7 @@
 """Names and format of the disk tier's entry files, and functions to write, read, list and remove them.
 
-An entry file contains a header, one cached state, KV blocks in the order of the text, and the SHA-256 digest of these
-bytes. It is written under a temporary name and renamed when it is complete.
+An entry file contains a header, one cached state, KV blocks in text order, and the SHA-256 digest of all these bytes.
+It is written under a temporary name and renamed when it is complete.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ _NAME = re.compile(r"([0-9a-f]{64})-([0-9a-f]{64})-([0-9]{1,9})-([0-9]{1,9})\.bo
 
 
 class BrokenEntryError(Exception):
-    """Raised if an entry file is corrupt or contains another entry than its name says."""
+    """Raised if an entry file is corrupt or its content does not match its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class EntryForm:
         return self.entry_bytes + name.num_blocks * self.block_bytes
 
     def header(self, name: EntryName) -> bytes:
-        """Return the bytes of the header that an entry's file begins with."""
+        """Return the header of an entry's file, as bytes."""
         key, anchor = (number.to_bytes(_KEY_BYTES, "big") for number in (name.key, name.anchor))
         sizes = (name.depth, name.num_blocks, self.state_bytes, self.block_bytes)
         return _HEADER.pack(_MAGIC, self.identity, key, anchor, *sizes)
@@ -104,13 +104,14 @@ def read_entry(
         blocks: Buffers for KV blocks, keyed by block index in the text; the file's other blocks are only verified.
 
     Raises:
-        BrokenEntryError: If the file is corrupt or contains another entry; the buffers then have undefined contents.
+        BrokenEntryError: If the file is corrupt or does not match its name; the contents of the buffers are then
+            undefined.
         OSError: If the file cannot be read.
     """
     digest = hashlib.sha256()
     with open(directory / file_name(name), "rb", buffering=0) as file:
         if os.fstat(file.fileno()).st_size != form.size_of(name):
-            raise BrokenEntryError(f"{file.name} does not have the expected size of {form.size_of(name)} bytes")
+            raise BrokenEntryError(f"{file.name} must have {form.size_of(name)} bytes, but has another size")
         header = memoryview(bytearray(_HEADER.size))
         spare = memoryview(bytearray(max(form.state_bytes if state is None else 0, form.block_bytes)))
         first = name.depth - name.num_blocks
@@ -122,7 +123,7 @@ def read_entry(
         found = memoryview(bytearray(_DIGEST_BYTES))
         _read_all(file.fileno(), found)
     if bytes(header) != form.header(name) or bytes(found) != digest.digest():
-        raise BrokenEntryError(f"{directory / file_name(name)} does not have the content that was written")
+        raise BrokenEntryError(f"{directory / file_name(name)} is corrupt: its header or digest does not match")
 
 
 def entries_in(directory: Path, form: EntryForm, unfinished_before: float) -> list[EntryName]:
@@ -163,5 +164,5 @@ def _read_all(file: int, target: memoryview) -> None:
     while len(target):
         count = os.readv(file, [target])
         if not count:
-            raise BrokenEntryError("the file is shorter than its header says")
+            raise BrokenEntryError("the entry file ended before all of its content was read")
         target = target[count:]

@@ -15,12 +15,12 @@ def processes_of_host() -> int:
 
 
 def available_bytes() -> int:
-    """Return the number of available bytes of memory, limited by the host and by the container's cgroup."""
+    """Return the host's available memory in bytes, or that of the container's cgroup if it is smaller."""
     found = []
     for line in _MEMORY_INFO.read_text(encoding="ascii").splitlines():
         if line.startswith("MemAvailable:"):
             found.append(int(line.split()[1]) * 1024)
-    with suppress(OSError):  # no cgroup v2 limit is readable
+    with suppress(OSError):  # there is no readable cgroup v2 limit
         limit = _CGROUP_LIMIT.read_text(encoding="ascii").strip()
         if limit != "max":
             found.append(int(limit) - int(_CGROUP_USE.read_text(encoding="ascii")))

@@ -1,4 +1,4 @@
-"""Host memory that holds cached states and KV blocks in the device's slab layout, and copies to and from disk."""
+"""Host memory for cached states and KV blocks, in the device's slab layout, and its copies to and from disk."""
 
 import contextlib
 import mmap
@@ -26,15 +26,15 @@ _PINNED_AT_ONCE = 1024 * PART_BYTES
 
 
 class HostMemory:
-    """One rank's memory and bookkeeping for the host tier, which remain when an engine is suspended.
+    """One rank's memory and bookkeeping for the host tier. Both are kept while an engine is suspended.
 
     Args:
         num_slabs: Number of slabs, equal on all ranks of the model.
         slab: Layout of the device's slabs.
         unit: Sizes in bytes of this rank's shard of a state and of a block.
         rule: Eviction rule for states in host memory.
-        device: Device of the rank's states. For a CUDA device, the memory is pinned, on the device's NUMA node if that
-            is known.
+        device: Device of the rank's states. For a CUDA device, the host memory is pinned, and is on the device's NUMA
+            node if that node is known.
 
     Raises:
         CacheCapacityError: If the memory cannot be allocated or pinned.
@@ -61,7 +61,7 @@ class HostMemory:
         self.pools = CachePools.over(space, rule, block_size=block_size)
 
     def copies(self, device: Tensor, directory: Callable[[], CacheDirectory] | None) -> CopyLanes:
-        """Start the threads that copy between device memory, this host memory and the disk, and return them.
+        """Start the threads that copy between device memory, this host memory and the disk; return the copy engine.
 
         Args:
             device: [bytes] uint8, device memory with the same slab layout.
@@ -76,7 +76,7 @@ class HostMemory:
         return CopyLanes(by_device.works() | by_disk.works(), notes, sizes, self.times)
 
     def flush(self) -> None:
-        """Drop all states and blocks from the host tier; no copy may be in flight."""
+        """Drop all states and blocks from the host tier; the caller ensures that no copy is in progress."""
         self.pools.slots.flush()
         self.pools.kv.flush()
 
@@ -88,13 +88,13 @@ def _allocated(num_bytes: int, device: torch.device) -> Tensor:
             _pin(memory, device)
     except (RuntimeError, MemoryError, OSError) as error:
         raise CacheCapacityError(
-            f"cannot allocate {num_bytes / 2**30:.3g} GiB of pinned host memory; lower --host-cache-gb ({error})"
+            f"cannot allocate {num_bytes / 2**30:.3g} GiB of host memory: {error}; lower --host-cache-gb"
         ) from error
     return memory
 
 
 def _pages(num_bytes: int) -> Tensor:
-    """Map zeroed memory, [bytes] uint8, in huge pages if the host supports them."""
+    """Allocate zeroed memory, [bytes] uint8, in huge pages if the host supports them."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes)
@@ -104,7 +104,7 @@ def _pages(num_bytes: int) -> Tensor:
 
 
 def _pin(memory: Tensor, device: torch.device) -> None:
-    """Pin memory in pieces, while this thread runs on the CPUs of the device's NUMA node if they are known."""
+    """Pin memory piece by piece, on the device's NUMA node if its CPUs are known."""
     allowed = os.sched_getaffinity(0)
     near = _cpus_near(device) & allowed
     try:
@@ -138,7 +138,7 @@ def _range_of(part: str) -> range:
 
 
 class DiskCopies:
-    """Functions that write entries from host memory to disk, read them back, and remove their files.
+    """Writes entries from host memory to disk, reads them back, and removes their files.
 
     Args:
         host: [bytes] uint8, the memory of the host tier.
@@ -152,11 +152,11 @@ class DiskCopies:
         self._homes: dict[int, tuple[Path, EntryForm]] = {}
 
     def works(self) -> dict[Lane, Work]:
-        """Return the functions for the lanes to and from disk, keyed by lane."""
+        """Return the functions that copy to and from disk, keyed by lane."""
         return {Lane.TO_DISK: self._write_or_remove, Lane.FROM_DISK: self._read}
 
     def note_started(self, order: CopyOrder) -> None:
-        """Remember the current generation's directory for a copy, in case a flush happens before the copy runs."""
+        """Record the current generation's directory for a copy, because a flush may happen before the copy runs."""
         if order.files:
             directory = self._directory()
             self._homes[order.number] = directory.entries, directory.form

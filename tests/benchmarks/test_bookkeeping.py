@@ -1,4 +1,4 @@
-"""The pools that bookkeeping is timed in are full, and every operation is timed in them."""
+"""The bookkeeping benchmark times every operation in full pools."""
 
 from dataclasses import replace
 from importlib import import_module
@@ -43,7 +43,7 @@ def test_new_prefixes_evict_old_prefixes(bookkeeping: ModuleType) -> None:
         assert len(calls) == 125 and all(len(call) == 33 for call in calls)
 
 
-def test_eviction_time_is_split_into_blocks_and_states(bookkeeping: ModuleType) -> None:
+def test_older_eviction_cost_adds_up_the_costs_of_blocks_and_slots(bookkeeping: ModuleType) -> None:
     costs = {
         "allocate(1), evicting, chains of 1": 2.0,
         "allocate(1), evicting, chains of 4": 3.0,
@@ -69,7 +69,7 @@ def test_eviction_time_is_split_into_blocks_and_states(bookkeeping: ModuleType) 
 
 
 @pytest.mark.parametrize("text_len", [1, 4])
-def test_both_commits_run_the_same_pool_requests(bookkeeping: ModuleType, text_len: int) -> None:
+def test_both_commits_serve_the_same_requests(bookkeeping: ModuleType, text_len: int) -> None:
     alongside = import_module("bookkeeping_compared")
     case = alongside.Case(64, text_len, "cost")
     split, slabs = alongside.pools_now(case)

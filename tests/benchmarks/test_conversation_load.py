@@ -1,4 +1,4 @@
-"""Loads of conversations: reproducible by seed, with shared prefixes."""
+"""Conversation loads are reproducible from a seed and share prefixes as described."""
 
 import json
 from collections import Counter
@@ -89,13 +89,13 @@ def test_workload_from_a_trace_has_its_lengths_times_and_prefixes(load: ModuleTy
         ({"new_tokens": 0}, "new_tokens must be a whole number of at least 1, found 0"),
         ({"reply_tokens": 2.5}, "reply_tokens must be a whole number"),
         ({"prefix_tokens": -1}, "prefix_tokens must be a whole number of at least 0"),
-        ({"think_s": -1}, "think_s must be seconds"),
-        ({"arrival_s": "soon"}, "arrival_s must be seconds"),
-        ({"session": None}, "session must be text or a number"),
+        ({"think_s": -1}, "think_s must be a number of seconds of at least 0"),
+        ({"arrival_s": "soon"}, "arrival_s must be a number of seconds of at least 0"),
+        ({"session": None}, "session must be a string or a number"),
         ({"speed": 1}, "speed"),
     ],
 )
-def test_error_names_the_invalid_line(
+def test_error_names_the_invalid_line_of_the_trace(
     load: ModuleType, tmp_path: Path, changed: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match="line 2: ") as error:

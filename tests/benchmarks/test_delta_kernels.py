@@ -1,4 +1,4 @@
-"""The parts of the benchmark of Gated DeltaNet's kernels that need no GPU."""
+"""Parts of the Gated DeltaNet benchmark that need no GPU."""
 
 from dataclasses import replace
 from functools import partial
@@ -49,7 +49,7 @@ def of_tokens(tokens: DeltaTokens, part: slice) -> DeltaTokens:
 def test_benchmark_steps_use_distinct_states_and_move_the_reported_bytes(bench: Any, num_drafts: int) -> None:
     states = bench.DecodeBench("tiny", 3, num_drafts, "cpu")
     state_bytes = HEADS[1] * 8 * 8 * 4
-    assert states.num_bytes == 3 * (1 + 1 + num_drafts) * state_bytes  # each reads one, and writes one for each token
+    assert states.num_bytes == 3 * (1 + 1 + num_drafts) * state_bytes  # reads 1 state, writes 1 per token
     used = torch.cat([rows.columns.flatten() for rows in states.steps])
     assert used.unique().numel() == used.numel() == states.pool.shape[0]
     assert used.numel() * state_bytes >= 2**15

@@ -1,4 +1,4 @@
-"""The benchmark of drafts that are right by chance runs with a tiny model."""
+"""The benchmark of drafts with a given accuracy runs with a tiny model."""
 
 from importlib import import_module
 from itertools import product
@@ -22,6 +22,6 @@ def test_acceptance_grows_with_draft_accuracy(monkeypatch: pytest.MonkeyPatch) -
     assert [(one.num_rows, one.chance) for one in found] == [*product((1, 3), (0.0, 0.5, 1.0))]
     for one in found:
         for speed in (one.always, one.adaptive):
-            assert 0.1 * one.chance <= speed.accepted <= one.chance + 0.25  # no draft after a wrong one is
+            assert 0.1 * one.chance <= speed.accepted <= one.chance + 0.25  # drafts after a wrong draft are rejected
             assert (speed.tokens_per_step > 1.2 * one.num_rows) == (one.chance > 0)
     assert benchmark.line_of(found[-2]).startswith("| 3 | 50% | ")

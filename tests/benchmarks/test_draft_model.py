@@ -1,4 +1,4 @@
-"""The benchmark of draft models runs with tiny models, whose drafts are all right or all wrong."""
+"""The draft-model benchmark runs with tiny models whose drafts are all correct or all wrong."""
 
 from dataclasses import replace
 from importlib import import_module

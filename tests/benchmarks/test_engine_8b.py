@@ -1,4 +1,4 @@
-"""The whole-engine benchmark with tiny models: it runs anywhere and detects differences."""
+"""The whole-engine benchmark runs on any machine with tiny models and detects differences."""
 
 import json
 from importlib import import_module
@@ -53,7 +53,7 @@ def test_tiny_models_give_the_same_logits_with_and_without_a_cache(
     assert "| cold | " in finished.stdout and "Seconds: building" in finished.stdout
 
 
-def test_request_without_a_prefix_hit_raises_an_error(
+def test_benchmark_fails_if_a_request_has_no_prefix_hit(
     engine_8b: ModuleType, runs: ModuleType, tiny_model: torch.nn.Module
 ) -> None:
     scale = engine_8b.SCALES["tiny"]

@@ -1,4 +1,4 @@
-"""The benchmark of starts with a tiny model, each start in its own process."""
+"""The benchmark of engine starts runs with a tiny model, each start in its own process."""
 
 import os
 from dataclasses import replace
@@ -31,5 +31,5 @@ def test_cold_and_warm_starts_are_distinguished(first_start: ModuleType, monkeyp
     monkeypatch.setattr(first_start.subprocess, "run", lambda *_, **__: None)
     monkeypatch.setattr(first_start.Path, "read_text", lambda path: "{}")
     monkeypatch.setattr(first_start, "Start", lambda **_: next(different))
-    with pytest.raises(RuntimeError, match="different tokens"):
+    with pytest.raises(RuntimeError, match="must generate the same tokens, but they differ"):
         first_start.starts([], 2)

@@ -1,4 +1,4 @@
-"""The offline bound: exact in simple cases, and above every real cache."""
+"""The upper bound with knowledge of the future is exact in simple cases and never below a real cache."""
 
 import random
 from importlib import import_module
@@ -21,13 +21,13 @@ def bound(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def text(*keys: int, prompt_len: int | None = None) -> BlockText:
-    """Return a text in blocks of 10 tokens, whose last token never fills one."""
+    """Return a text in blocks of 10 tokens; the last token of the text never completes a block."""
     length = 10 * len(keys) + 1
     return BlockText([BlockKey(key) for key in keys], length if prompt_len is None else prompt_len, length)
 
 
 def most(bound: ModuleType, texts: list[BlockText], budget: int) -> float:
-    """Return the bound for blocks of 1 byte and states of 4."""
+    """Return the bound for blocks of 1 byte and states of 4 bytes."""
     return bound.future_bound(texts, budget, 10, 1, 4)
 
 
@@ -45,7 +45,7 @@ def test_bound_limits_cached_bytes_while_a_request_runs(bound: ModuleType) -> No
     texts = [text(1, 2), text(8, 9), text(1, 2)]
     takes = 3 + 4  # the running request's blocks and its live state
     assert most(bound, texts, takes + 2 + 4) == pytest.approx(20)
-    assert most(bound, texts, takes + 3) == pytest.approx(10)  # half of the blocks, and of the state
+    assert most(bound, texts, takes + 3) == pytest.approx(10)  # half of the blocks and half of the state
     assert most(bound, texts, takes) == pytest.approx(0)
 
 
@@ -85,7 +85,7 @@ def test_recorded_bound_needs_scipy(bound: ModuleType, monkeypatch: pytest.Monke
 
 
 def _conversations(random: random.Random) -> list[BlockText]:
-    """Return turns of conversations of which some share their beginning, in random order."""
+    """Return turns of conversations in random order; some conversations begin with the same text."""
     numbers = iter(range(1, 10**6))
     histories = [[BlockKey(next(numbers)) for _ in range(4)] for _ in range(3)]
     texts = []

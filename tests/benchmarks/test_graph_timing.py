@@ -1,4 +1,4 @@
-"""Reference copies of benchmarks move the stated bytes within their memory."""
+"""Plain copies of the benchmarks copy the requested number of bytes within their memory."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -25,7 +25,7 @@ def memory() -> torch.Tensor:
 def counted_bytes(
     graph_timing: ModuleType, memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[int, int]]:
-    """Replace the clock: launches run once and count a microsecond per KiB that changed."""
+    """Replace the timer: run each launch once and count one microsecond per KiB that it changed."""
     measured = []
 
     def launch_us(launches: list, expected_us: float) -> float:

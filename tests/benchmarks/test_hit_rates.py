@@ -1,4 +1,4 @@
-"""The simulation of a load serves every request through the real cache, and both rules save tokens."""
+"""The simulated load serves every request through the real cache, and both eviction rules save tokens."""
 
 import sys
 from importlib import import_module
@@ -46,7 +46,7 @@ def test_simulated_turns_are_all_served_and_the_cache_stays_consistent(
     assert cache.slots.num_live == cache.kv.num_referenced == 0
 
 
-def test_evicted_requests_are_served(hit_rates: ModuleType, served_load: ModuleType) -> None:
+def test_preempted_requests_are_resumed_and_finish(hit_rates: ModuleType, served_load: ModuleType) -> None:
     sessions = hit_rates.Work("unrelated", 0).sessions()
     longest = max(sum(_prompt_lens(session)) + session.turns[-1].num_reply for session in sessions)
     cache = hit_rates.make_cache(SplitSpace(-(-longest // BLOCK_SIZE) + 1, 16), "cost")

@@ -1,4 +1,4 @@
-"""The host tier benchmark with a tiny model: sessions are restored while requests decode."""
+"""The host-tier benchmark restores sessions of a tiny model while requests decode."""
 
 import json
 from importlib import import_module
@@ -20,4 +20,4 @@ def test_sessions_are_restored_and_offloaded_during_decoding(
     assert found["returns"]["from_host_ms"] and found["returns"]["on_card_ms"]
     assert found["restores"]["under_way"] and found["writes"]["under_way"]
     assert len(found["cold"]) == 2 and min(found["cold"]) > 0
-    assert "Where nothing hits: " in capsys.readouterr().out
+    assert "Without hits: " in capsys.readouterr().out

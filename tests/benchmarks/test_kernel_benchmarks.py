@@ -1,4 +1,4 @@
-"""Parts of the kernel benchmarks that need no GPU: copies, counts and reports."""
+"""Parts of the kernel benchmarks that need no GPU: copies, byte counts and tables."""
 
 from collections.abc import Iterator
 from importlib import import_module
@@ -59,7 +59,7 @@ def test_copy_table_has_a_line_for_each_count_and_a_column_for_each_method(slot_
     assert lines[3] == "| 8B, 4 | 9.0 | 10.0, 0.900 | 10.0, 0.900 |"
 
 
-def test_attention_runs_for_the_requests_in_every_case(attention: ModuleType) -> None:
+def test_attention_case_gives_each_request_its_own_kv_blocks(attention: ModuleType) -> None:
     case = attention.Case("small", 2, 3, 300)
     rows = attention.rows_of(case, "cpu")
     cache = torch.randn(2, rows.block_table.numel(), attention.BLOCK_SIZE, 2, 8)
@@ -86,7 +86,7 @@ def test_attention_benchmark_prints_one_line_per_measurement(attention: ModuleTy
 
 
 @pytest.mark.parametrize(("shared_inner", "has_gate"), [(0, False), (48, False), (48, True)])
-def test_expert_layer_is_compared_with_torch(
+def test_benchmark_checks_the_moe_layer_against_torch(
     shared_inner: int, has_gate: bool, experts: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shape = experts.LayerShape(8, 64, 32, "gated_silu", experts.RoutingRule(2), shared_inner, has_gate)

@@ -1,4 +1,4 @@
-"""Parts of the benchmark of all kernels that need no GPU: floors, ratios, errors and reports."""
+"""Parts of the benchmark of all kernels that need no GPU: floors, ratios, errors and tables."""
 
 import json
 from importlib import import_module
@@ -80,7 +80,7 @@ def test_scan_table_lists_lower_bound_and_peer_library(
     monkeypatch.setattr(ceilings, "matmul_tflops", lambda: 800.0)
     ours, portable, nano = kernel_figures.scan_figures(["8B", "Nano"], ["1 x 4k", "1 x 32k"], (256,))
     assert (ours.kernel, portable.kernel, nano.kernel) == ("ssd_scan", "ssd_scan, portable form", "ssd_scan")
-    assert ours.floor_us == pytest.approx(4096 * 37_120 / 4e6)  # 9.3 ns a token; its FLOPs take 6.7
+    assert ours.floor_us == pytest.approx(4096 * 37_120 / 4e6)  # 9.3 ns per token; the FLOPs take only 6.7 ns
     assert ours.of_floor == pytest.approx(9.28 / 25)
     assert ours.record()["times faster than"] == pytest.approx({"mamba-ssm": 3.0}) and nano.peers == {}
     monkeypatch.setattr(ceilings, "matmul_tflops", lambda: 80.0)
@@ -108,7 +108,7 @@ def test_peer_libraries_are_listed_in_the_row_of_the_same_case(kernel_figures: M
 
 
 @pytest.mark.parametrize(("longest_ns", "holds"), [(27.0, True), (30.0, False)])
-def test_growth_is_the_ratio_of_the_largest_to_the_smallest_time_per_token(
+def test_spread_of_times_per_token_is_largest_over_smallest_for_long_prompts(
     longest_ns: float, holds: bool, kernels: ModuleType, kernel_figures: ModuleType
 ) -> None:
     figures = [

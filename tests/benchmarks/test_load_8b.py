@@ -1,4 +1,4 @@
-"""The benchmark of loading runs on any machine with its tiny shape."""
+"""The loading benchmark runs on any machine with its tiny model."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ SCRIPT = REPOSITORY / "benchmarks" / "load_8b.py"
 
 
 @pytest.mark.parametrize("flags", [(), ("--fp8",)], ids=str)
-def test_saved_tiny_workload_is_loaded_and_hits_its_shared_prefix(
+def test_saved_tiny_model_is_loaded_and_serves_prompts_with_a_shared_prefix(
     flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     finished = run_script_here(capsys, SCRIPT, "--shape", "tiny", *flags, "--folder", tmp_path, "--json")

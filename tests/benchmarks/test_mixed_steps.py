@@ -1,4 +1,4 @@
-"""The mixed-step benchmarks follow their loads with a tiny model."""
+"""The mixed-step benchmarks run with a tiny model and time the steps that they describe."""
 
 from importlib import import_module
 
@@ -15,7 +15,7 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-def test_every_benchmark_turn_runs_in_one_step_with_all_requests(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mixed_steps_are_timed_for_every_prompt_length(prompts: int, monkeypatch: pytest.MonkeyPatch) -> None:
     mixed, serving = import_module("mixed_steps"), import_module("loads.serving_engine")
     monkeypatch.setattr(mixed, "REPEATED", 2)
     monkeypatch.setattr(mixed, "NUM_ALONE", 3)
@@ -34,10 +34,10 @@ def test_long_prompt_is_prefilled_while_requests_decode(monkeypatch: pytest.Monk
     found = [long_context.disturbed(model, shape, 2, chunk, 300) for chunk in (300, 100)]
     assert lone.history == 300 and lone.step_ms > 0 and lone.prefill_s > 0
     whole, cut = found
-    num_steps = 1 + torch.cuda.is_available()  # one has all of it; before it, a GPU ends the overlapped step
+    num_steps = 1 + torch.cuda.is_available()  # on a GPU, an overlapped step ends before the prompt's step
     assert num_steps * whole.median_ms == approx(1e3 * whole.prefill_s)
     assert num_steps > 1 or whole.p99_ms == whole.median_ms
-    assert 3 * cut.median_ms <= 1e3 * cut.prefill_s * 1.5 and cut.p99_ms < 1e3 * cut.prefill_s  # three steps or more
+    assert 3 * cut.median_ms <= 1e3 * cut.prefill_s * 1.5 and cut.p99_ms < 1e3 * cut.prefill_s  # at least three steps
     assert "| 100 | " in long_context.table(lone, found)
 
 

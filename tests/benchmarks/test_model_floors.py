@@ -1,4 +1,4 @@
-"""Lower bounds of a step, counted layer by layer for a tiny model with experts."""
+"""The lower bounds of a step equal the sum over the layers of a tiny MoE model."""
 
 from importlib import import_module
 from types import SimpleNamespace
@@ -14,9 +14,9 @@ from megatron_mamba_cache.models.shard_shape import shard_shape
 from tests.command_line.command_runs import REPOSITORY
 
 HIDDEN, VOCAB, EXPERTS, TOP_K = 64, 512, 8, 3
-MAMBA = 328 * HIDDEN + HIDDEN * 128  # into the mixer and out of it
+MAMBA = 328 * HIDDEN + HIDDEN * 128  # input and output projections of the mixer
 ATTENTION = (64 + 2 * 32) * HIDDEN + 64 * HIDDEN
-SHARED = EXPERTS * HIDDEN + 2 * 96 * HIDDEN  # the router, and the shared expert
+SHARED = EXPERTS * HIDDEN + 2 * 96 * HIDDEN  # the router and the shared expert
 EXPERT = 2 * 48 * HIDDEN
 
 
@@ -34,7 +34,7 @@ def model(floors: Any) -> Any:
 
 def test_prompt_flops_equal_the_sum_over_its_gemms(floors: Any, model: Any) -> None:
     weights = 2 * MAMBA + ATTENTION + 2 * (SHARED + TOP_K * EXPERT)
-    attention = 100 * 100 // 2 * 2 * 64  # scores and sums, of a token with those before it
+    attention = 100 * 100 // 2 * 2 * 64  # scores and weighted sums of each token over the tokens before it
     assert floors.prompt_flops(model, 100) == 2 * (100 * weights + attention + VOCAB * HIDDEN)
 
 
@@ -52,7 +52,7 @@ def test_step_bytes_include_only_weights_that_requests_use(floors: Any, model: A
 
 @pytest.mark.parametrize(("num_rows", "gigabytes"), [(1, 7.3), (8, 28.0), (64, 125.0)])
 def test_qwen3_next_step_bytes_match_the_whole_model(floors: Any, num_rows: int, gigabytes: float) -> None:
-    """10, 75 and 367 of 512 experts a layer are hit, and each row has a state of 72 MiB and a convolution window."""
+    """Each layer uses 10, 75 and 367 of 512 experts; each request has a state of 72 MiB and a convolution window."""
     fields = import_module("loads.model_sizes").MODEL_FIELDS["qwen3-next"] | {"num_hidden_layers": 48}
     architecture = import_module("loads.random_checkpoint").described(fields)[1]
     with without_memory():

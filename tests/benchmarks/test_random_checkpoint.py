@@ -1,4 +1,4 @@
-"""Benchmarks' models of every family have the published sizes, and random weights for every tensor of a checkpoint."""
+"""Benchmark models of every family have the published sizes and random weights for every checkpoint tensor."""
 
 from importlib import import_module
 from math import prod

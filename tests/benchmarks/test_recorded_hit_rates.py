@@ -1,4 +1,4 @@
-"""Hit rates of recorded loads: choice of requests, split of memory, and table."""
+"""Savings on recorded loads: selected requests, fixed splits of memory, and the table."""
 
 import json
 from importlib import import_module
@@ -25,7 +25,7 @@ def sized(recorded: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Write a load of four conversations of four turns each, in turn."""
+    """Write a load with the turns of four conversations, four each, and return its file."""
     lines = []
     for turn in range(4):
         for session in range(4):
@@ -37,12 +37,12 @@ def trace(tmp_path: Path) -> Path:
     return file
 
 
-def test_workload_is_named_without_its_folder(recorded: ModuleType) -> None:
+def test_name_of_a_recorded_load_does_not_contain_its_folder(recorded: ModuleType) -> None:
     part = recorded.RecordedPart(Path("/a/b/load.jsonl.gz"), 50, 20, Path("/c/other.jsonl"))
     assert part.name == "half of load.jsonl.gz, after session 20, 50 sessions, then half of other.jsonl"
 
 
-def test_sessions_are_skipped_and_counted(recorded: ModuleType, trace: Path) -> None:
+def test_part_of_a_recorded_load_has_the_selected_sessions(recorded: ModuleType, trace: Path) -> None:
     every = recorded.texts_of(recorded.RecordedPart(trace))
     part = recorded.texts_of(recorded.RecordedPart(trace, first_sessions=5, skip_sessions=4))
     assert [text.prompt_len for text in part] == [text.prompt_len for text in every[4:9]]
@@ -80,12 +80,12 @@ def test_reported_free_bytes_exclude_padding(sized: ModuleType) -> None:
     assert sizes.free_bytes(space) == slabs["unused"] * sizes.state_bytes + used - held
 
 
-def test_fragmentation_case_is_measured_and_reported(recorded: ModuleType, trace: Path) -> None:
+def test_savings_of_a_recorded_load_are_within_the_bound_and_reported(recorded: ModuleType, trace: Path) -> None:
     pytest.importorskip("scipy")
     case = recorded.Case(recorded.RecordedPart(trace), "nano", 0.5)
     (figure,) = recorded.measure([case], recorded.RULES, {("turns.jsonl", "nano", 0.5): 0.25}, 1)
     assert 0 < figure.cost <= figure.bound and figure.lru <= figure.bound and figure.best_split <= figure.bound
-    assert figure.unlimited <= 24 / 40  # what earlier turns had, of 4 + 8 + 12 + 16 hashes a session
+    assert figure.unlimited <= 24 / 40  # hashes of earlier turns, of 4 + 8 + 12 + 16 hashes per session
     assert figure.before == 0.25 and figure.split_rule in recorded.RULES and figure.kv_share in recorded.KV_SHARES
     text = recorded.table([figure], "a command", "an origin")
     (row,) = [line for line in text.splitlines() if line.startswith("| nano")]

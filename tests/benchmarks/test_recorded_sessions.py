@@ -1,4 +1,4 @@
-"""Recorded loads as conversations: lengths and times as recorded, equal tokens where hashes are equal."""
+"""Recorded loads become conversations with the recorded lengths and times; equal hashes give equal tokens."""
 
 import json
 from importlib import import_module
@@ -22,7 +22,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def two_sessions(folder: Path) -> Path:
-    """A session of three turns with a sub-agent that begins as it does, and a session of one turn."""
+    """Return a session of three turns, whose sub-agent begins with the same text, and a session of one turn."""
     agent = {"t": 2.0, "type": "subagent", "requests": [request(0, 150, 3, range(2)), request(1, 260, 2, range(5))]}
     main = session(request(0, 130, 40, range(3)), agent, request(5, 300, 0, range(5)), request(9, 330, 7, range(6)))
     return written(folder / "load.jsonl", main, session(request(0, 70, 4, range(2))))
@@ -31,7 +31,7 @@ def two_sessions(folder: Path) -> Path:
 def test_prompt_that_continues_another_becomes_its_next_turn(sessions: ModuleType, tmp_path: Path) -> None:
     found = sessions.recorded_conversations(read_load(two_sessions(tmp_path)), VOCABULARY)
     turns = [[(turn.think_s, len(turn.new_tokens), turn.num_reply) for turn in one.turns] for one in found]
-    # Of all conversations whose text a prompt goes on after, it continues the longest.
+    # A prompt continues the longest conversation whose text it begins with.
     assert turns == [
         [(0.0, 130, 40)],
         [(0.0, 150, 3), (1.0, 107, 2), (2.0, 38, 1), (4.0, 30, 7)],
@@ -65,4 +65,6 @@ def test_recorded_workload_without_later_turns_is_refused(tmp_path: Path, capsys
     load = written(tmp_path / "load.jsonl", session(request(0, 70, 4, range(2))))
     flags = ["--shape", "tiny", "--recorded", load]
     finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "turn_latency.py", *flags)
-    assert finished.status == 2 and "need two conversations of two turns or more" in finished.stderr.splitlines()[-1]
+    assert (
+        finished.status == 2 and "must have two conversations of at least two turns" in finished.stderr.splitlines()[-1]
+    )

@@ -1,4 +1,4 @@
-"""The benchmark of routing: counts and table."""
+"""The routing benchmark counts turns and load as its table reports them."""
 
 from importlib import import_module
 from types import ModuleType

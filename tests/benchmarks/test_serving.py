@@ -1,4 +1,4 @@
-"""The serving benchmark: arrivals and prompts follow the load, and figures their definitions."""
+"""The serving benchmark sends turns as the load describes, and its results match their definitions."""
 
 import json
 from dataclasses import replace
@@ -48,7 +48,7 @@ def tiny(load: ModuleType) -> Any:
 
 
 def some_conversations(load: ModuleType) -> list[Any]:
-    """Two of several turns over one prefix, and one that comes between them."""
+    """Return two conversations of several turns with the same prefix, and one that arrives between them."""
     prefix = tuple(range(130))
     return [
         load.Conversation(0.0, prefix, (load.Turn(0.0, (1, 2, 3), 70), load.Turn(0.05, (4,) * 20, 3))),
@@ -82,7 +82,7 @@ def test_no_mode_skips_more_tokens_than_an_ideal_cache(serving: ModuleType, load
     variants = [serving.Variant(mode, drafts) for mode in serving.MODES for drafts in (0, 3)]
     found = {name: each.figures for name, each in serving.serve_all(tiny, some_conversations(load), variants).items()}
     assert len(found) == 6 and all(each.num_ended == 6 and each.num_unsent == 0 for each in found.values())
-    # 203 tokens of prompt and reply before conversation 0's second turn: 128 of the prompt, or 192, in blocks of 64.
+    # Conversation 0 has 203 tokens before its second turn. Blocks of 64 cache 128 of them, or 192 with the reply.
     for drafts in (0, 3):
         assert found[f"no cache, K = {drafts}"].cached_tokens == 0
         assert found[f"prompt boundaries, K = {drafts}"].cached_tokens == 4 * 128
@@ -100,7 +100,7 @@ def test_workload_ends_after_its_time_limit(serving: ModuleType, load: ModuleTyp
     assert found.figures.generated_per_s > 0 and found.figures.per_token is None
 
 
-def test_turns_longer_than_a_request_are_left_out(open_loop: ModuleType, load: ModuleType) -> None:
+def test_turns_beyond_the_maximum_request_length_are_left_out(open_loop: ModuleType, load: ModuleType) -> None:
     turns = tuple(load.Turn(0.0, (1,) * 10, 5) for _ in range(3))
     conversation = load.Conversation(1.0, (0,) * 20, turns)
     for max_length, num_turns in ((65, 3), (64, 2), (50, 2), (49, 1), (35, 1)):
@@ -108,7 +108,7 @@ def test_turns_longer_than_a_request_are_left_out(open_loop: ModuleType, load: M
     assert open_loop.fitting([conversation], 34) == []
 
 
-def test_stopped_clock_excludes_the_time(open_loop: ModuleType) -> None:
+def test_time_with_a_stopped_clock_does_not_count(open_loop: ModuleType) -> None:
     clock = open_loop.LoadClock()
     with clock.stopped():
         open_loop.time.sleep(0.2)
@@ -118,7 +118,7 @@ def test_stopped_clock_excludes_the_time(open_loop: ModuleType) -> None:
 
 
 def turn_of(open_loop: ModuleType, prompt: list[int], reply: list[int], admitted: float | None, **more: Any) -> Any:
-    """A turn that got a token a second from its admission on."""
+    """Return a turn that generates one token per second after its admission."""
     moments = [] if admitted is None else [admitted + 1 + index for index in range(len(reply))]
     return open_loop.ServedTurn(0, 0, 0.0, prompt, admitted=admitted, reply=reply, token_moments=moments, **more)
 
@@ -128,11 +128,11 @@ def turn_of(open_loop: ModuleType, prompt: list[int], reply: list[int], admitted
     [
         ([1, 2, 3, 4, 5], 0.0, 0, 0),  # in the same step
         ([1, 2, 3, 4, 5], 0.5, 4, 4),
-        ([1, 2, 3, 4], 0.5, 0, 2),  # a token is left to compute
+        ([1, 2, 3, 4], 0.5, 0, 2),  # the last prompt token needs prefill
         ([1, 2, 3, 9, 9], 0.5, 0, 2),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 12], 3.5, 4, 6),  # 8 has come, but is not computed yet
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 12], 3.5, 4, 6),  # token 8 was generated but not processed yet
         ([1, 2, 3, 4, 5, 6, 7, 8, 9, 12], 4.5, 8, 8),
-        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], 9.0, 8, 10),  # the newest token never is
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13], 9.0, 8, 10),  # the newest token is never processed
         ([1, 2, 3, 4, 5], None, 0, 0),
     ],
 )
@@ -144,20 +144,20 @@ def test_upper_bound_for_skipped_tokens_is_the_longest_known_prefix(
     in_fours: int,
     in_twos: int,
 ) -> None:
-    known = turn_of(open_loop, [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], 0.0)  # tokens come at 1.0, 2.0, ..., 6.0
+    known = turn_of(open_loop, [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], 0.0)  # tokens arrive at 1.0, 2.0, ..., 6.0
     asking = turn_of(open_loop, prompt, [0], admitted)
-    assert skippable_tokens([known, asking], 4) == [0, in_fours]  # a request does not help itself
+    assert skippable_tokens([known, asking], 4) == [0, in_fours]  # a request cannot hit its own blocks
     assert skippable_tokens([known, asking], 2) == [0, in_twos]
 
 
-def test_reply_counts_as_known_up_to_its_progress(open_loop: ModuleType, skippable_tokens: Any) -> None:
+def test_reply_tokens_count_as_known_once_they_are_generated(open_loop: ModuleType, skippable_tokens: Any) -> None:
     first = turn_of(open_loop, [1], [2, 3, 4, 5, 6], 0.0)
     text = [1, 2, 3, 4, 5, 6, 7]
     found = [skippable_tokens([first, turn_of(open_loop, text, [0], moment)], 1)[1] for moment in (0.5, 1.5, 2.5, 9.0)]
     assert found == [1, 1, 2, 5]
 
 
-def test_percentiles_are_values_that_occurred(figures: ModuleType) -> None:
+def test_percentiles_are_measured_values(figures: ModuleType) -> None:
     assert figures.percentiles([3.0]) == figures.Percentiles(3.0, 3.0, 3.0)
     assert figures.percentiles(range(100, 0, -1)) == figures.Percentiles(50, 95, 99)
     assert figures.percentiles([1, 2, 3, 4]) == figures.Percentiles(2, 4, 4)
@@ -175,7 +175,7 @@ def test_summary_statistics_match_their_definitions(figures: ModuleType, open_lo
     load = open_loop.ServedLoad(turns, 5, 10.0, num_steps=8, step_s=4.0, peak_slots=3, gpu=gpu)
     found = figures.figures_of(load, block_size=4, slot_bytes=2**29)
     assert (found.num_requests, found.num_ended, found.num_unsent) == (4, 2, 5)
-    assert found.first_token == figures.Percentiles(1.0, 3.0, 3.0)  # 1.0, 0.25, 3.0 and, so far, 1.0
+    assert found.first_token == figures.Percentiles(1.0, 3.0, 3.0)  # of 1.0, 0.25, 3.0, and 1.0 of a waiting request
     assert found.first_token_later == figures.Percentiles(0.25, 1.0, 1.0)
     assert found.wait == figures.Percentiles(0.5, 2.0, 2.0)
     assert found.per_token == figures.Percentiles(0.5, 0.5, 0.5)
@@ -212,7 +212,7 @@ def test_profiled_events_are_classified(load: ModuleType) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         torch.ones(8) @ torch.ones(8)
     kinds = [event.device_type == gpu_time.DeviceType.CPU for event in profile.events()]
-    assert kinds and all(kinds)  # each event has a DeviceType of its own: equal, but not the same object
+    assert kinds and all(kinds)  # DeviceType values of events are equal to, but not identical with, the enum's
 
 
 @pytest.mark.long
@@ -248,7 +248,9 @@ def test_plots_without_matplotlib_are_refused_before_measuring(
         (["--rate", "0"], "must be more than 0, found 0"),
     ],
 )
-def test_bad_flag_exits_with_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_flag_exits_with_a_one_line_error(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     finished = run_script_here(capsys, REPOSITORY / "benchmarks" / "serving.py", "--shape", "tiny", *flags)
     assert finished.status == 2 and message in finished.stderr.splitlines()[-1]
 

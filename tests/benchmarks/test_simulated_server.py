@@ -1,4 +1,4 @@
-"""The simulated server: times counted by hand, exact jumps, and tiers that release everything."""
+"""The simulated server gives the expected times, skips steps exactly, and releases everything in its tiers."""
 
 import random
 
@@ -58,7 +58,7 @@ def test_simulated_request_takes_one_prefill_and_one_step_per_token() -> None:
     assert request.ended_s == pytest.approx(request.first_token_s + 99 * 0.01)
 
 
-def test_simulated_turn_starts_after_the_answer_and_skips_cached_tokens() -> None:
+def test_simulated_turn_arrives_after_the_preceding_reply_and_skips_cached_tokens() -> None:
     turns = [TimedRequest(text(1, 300, 100), None, 0.0), TimedRequest(text(1, 450, 1), 0, 5.0)]
     first, second = served_by_card(turns, plenty())
     assert second.arrived_s == pytest.approx(first.ended_s + 5.0)
@@ -79,7 +79,7 @@ def test_error_names_the_request_that_exceeds_the_memory() -> None:
 
 
 def conversations(seed: int) -> list[TimedRequest]:
-    """Return conversations that grow; each turn follows the one before."""
+    """Return conversations of several turns; each prompt continues the preceding turn."""
     rng = random.Random(seed)
     requests: list[TimedRequest] = []
     for number in range(8):
@@ -116,7 +116,7 @@ def test_simulated_host_tier_restores_evicted_blocks(seed: int) -> None:
     skipped = [sum(request.skipped for request in run) for run in (alone, served, unlimited)]
     print(f"seed {seed}: skipped {skipped}, {sum(request.restored for request in served)} of them restored")
     assert skipped[0] < skipped[1] <= skipped[2]
-    # Preempted requests restore as well.
+    # Preempted requests also restore blocks.
     assert 0 < sum(request.restored for request in served) <= tiered.cache.counters.prompt_tokens_from_host
     assert copies.num_bytes[Lane.TO_DEVICE] and copies.num_bytes[Lane.TO_HOST]
     tiered.tier.drain()
@@ -125,7 +125,7 @@ def test_simulated_host_tier_restores_evicted_blocks(seed: int) -> None:
 
 
 def test_simulated_request_waits_only_for_its_own_copy() -> None:
-    """A session returns after another has evicted it from the card."""
+    """A session returns after another session has evicted it from the GPU."""
     first = [TimedRequest(text(1, 60 * BLOCK, 1), None, 0.0), TimedRequest(text(1, 61 * BLOCK, 1), 0, 60.0)]
     other = TimedRequest(text(1000, 60 * BLOCK, 1), None, 20.0)
     served, _, copies = served_with_host([*first, other], small_device(), SlabSpace(60, 4, 1))

@@ -1,4 +1,4 @@
-"""Simulated tiers: sessions, settings and table."""
+"""The benchmark of simulated tiers: sessions, settings and the table."""
 
 import json
 from importlib import import_module
@@ -25,7 +25,7 @@ def sessions(simulated: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Write three sessions of four turns, each of which continues the turn before it."""
+    """Write three sessions of four turns and return the file; each prompt continues the preceding turn."""
     lines = []
     for session in range(3):
         turns = [

@@ -1,4 +1,4 @@
-"""The parts of the benchmark of state and convolution kernels that need no GPU."""
+"""Parts of the benchmark of state and convolution kernels that need no GPU."""
 
 from importlib import import_module
 from typing import Any
@@ -33,7 +33,7 @@ def test_benchmark_steps_use_distinct_states_and_move_the_reported_bytes(bench: 
     assert not (before == states.pool).flatten(1).all(dim=1).any()
 
 
-def test_replay_benchmark_covers_every_ring_length_and_applies_it_as_usual(bench: Any) -> None:
+def test_replay_benchmark_has_rings_of_every_length_and_the_usual_rate_of_folds(bench: Any) -> None:
     steady_rows = import_module("measuring.replay_bench").steady_rows
 
     for kept in (1, 2, 8):

@@ -1,4 +1,4 @@
-"""The benchmark of steps with a tiny model: drafters and fitted lines."""
+"""The step benchmark with a tiny model: drafters, step times and fitted lines."""
 
 import time
 from dataclasses import replace
@@ -26,7 +26,9 @@ def serving_engine(step_cost: ModuleType) -> ModuleType:
 
 @pytest.mark.long
 @pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
-def test_number_of_host_calls_grows_with_requests(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_work_grows_slowly_with_the_number_of_requests(
+    serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     host_work = import_module("host_work")
     for name, count in (("NUM_PROFILED", 3), ("NUM_TIMED", 3), ("NUM_COUNTED", 30), ("NUM_REPLY", 100)):
         monkeypatch.setattr(host_work, name, count)
@@ -35,7 +37,7 @@ def test_number_of_host_calls_grows_with_requests(serving_engine: ModuleType, mo
     print(few, many)
     assert 300 < few.calls < many.calls < few.calls + 10 * 10 and few.milliseconds > 0
     apart = host_work.host_work(model, 12, spread=40)
-    assert apart.overlapped == 1  # though rows come to the ends of blocks one by one
+    assert apart.overlapped == 1  # although requests reach the ends of blocks one by one
 
 
 def test_steps_of_each_batch_size_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
@@ -64,13 +66,13 @@ def test_correct_drafts_are_all_accepted_and_wrong_drafts_never(
     speeds = step_cost.draft_speeds(serving_engine.model_of(shape), shape, 72, 41)
     assert [speed.accepted for speed in speeds.values()] == [0, 1, 0]
     rows = step_cost.DRAFT_ROWS
-    # The first token comes with the prompt; the step that decodes the last of ten times four is the tenth.
+    # The prefill generates the first token, so ten steps of four tokens each generate the rest.
     assert [speed.tokens_per_step for speed in speeds.values()] == [rows, 4 * rows, rows]
     assert "| right drafts | " in step_cost.table([step_cost.StepCost(1, 2.0)], speeds)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_deterministic_model_follows_the_last_token(
+def test_next_token_of_the_deterministic_model_depends_only_on_the_last(
     step_cost: ModuleType, serving_engine: ModuleType, is_tied: bool
 ) -> None:
     sure, tiny = import_module("loads.sure_model"), serving_engine.SHAPES["tiny"]

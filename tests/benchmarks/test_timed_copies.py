@@ -1,4 +1,4 @@
-"""Copies on simulated time, alone and concurrent with those of the other direction."""
+"""Simulated copies take the expected time, alone and concurrently with copies in the other direction."""
 
 from collections.abc import Sequence
 
@@ -51,7 +51,7 @@ def test_simulated_copies_in_both_directions_share_the_combined_rate() -> None:
     assert copies.next_end() == 100 / 80
     clock.now = 100 / 80
     assert under_way(copies, [0, 1]) == [1]
-    assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the rest, 100 bytes, alone
+    assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the remaining 100 bytes are copied alone
 
 
 def test_simulated_offload_pauses_between_copies() -> None:
@@ -60,7 +60,7 @@ def test_simulated_offload_pauses_between_copies() -> None:
     assert copies.next_end() == 100 / 80
     clock.now = 100 / 80
     assert under_way(copies, [0, 1]) == [0]
-    assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the rest, 50 bytes, alone
+    assert copies.next_end() == pytest.approx(100 / 80 + 1.0)  # the remaining 50 bytes are copied alone
 
 
 def test_waiting_advances_simulated_time_to_the_end_of_the_copies() -> None:

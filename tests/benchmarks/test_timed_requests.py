@@ -1,4 +1,4 @@
-"""Arrivals of a recorded load: in an open loop, and after earlier answers."""
+"""Requests of a recorded load arrive at their recorded times, or after earlier replies."""
 
 from dataclasses import replace
 
@@ -21,14 +21,14 @@ def test_open_loop_requests_arrive_at_their_recorded_times() -> None:
     ]
 
 
-def test_each_agent_waits_only_for_its_own_answers() -> None:
+def test_each_agent_waits_only_for_its_own_replies() -> None:
     assert [(request.after, request.delay_s) for request in closed_loop(LOAD, 64)] == [
         (None, 0.0),
         (None, 5.0),
         (0, 7.0),
-        (2, 1.0),  # a sub-agent begins after the request before it
+        (2, 1.0),  # the sub-agent waits for the request before it
         (3, 1.0),
-        (2, 3.0),  # the session itself does not wait for it
+        (2, 3.0),  # the main agent does not wait for the sub-agent
         (1, 7.0),
     ]
 

@@ -1,4 +1,4 @@
-"""The benchmark of later turns with a tiny model: each mode skips what it caches."""
+"""The benchmark of later turns with a tiny model: each cache mode reuses what it caches."""
 
 from importlib import import_module
 from types import ModuleType
@@ -19,7 +19,7 @@ def serving_engine(turn_latency: ModuleType) -> ModuleType:
     return import_module("loads.serving_engine")
 
 
-def test_later_turn_skips_replies_only_with_the_full_cache(
+def test_later_turn_reuses_states_of_replies_only_with_the_full_cache(
     turn_latency: ModuleType, serving_engine: ModuleType
 ) -> None:
     shape = serving_engine.SHAPES["tiny"]
@@ -47,7 +47,7 @@ def test_turns_of_every_length_reuse_the_whole_history(
     assert "| 100 | " in turn_latency.table_of_lengths(times)
 
 
-def test_variants_take_turns_running_first(turn_latency: ModuleType) -> None:
+def test_order_of_variants_rotates_from_round_to_round(turn_latency: ModuleType) -> None:
     assert [turn_latency.rotated(["a", "b"], number) for number in (-1, 0, 1)] == [["b", "a"], ["a", "b"], ["b", "a"]]
 
 
@@ -61,7 +61,7 @@ def test_failed_request_raises_an_error(turn_latency: ModuleType, serving_engine
         turn_latency.run(engine, {7: [1] * (shape.max_length + 1)}, 4)
 
 
-def test_required_ratios_are_checked_after_1000_reply_tokens(
+def test_measured_history_is_long_enough_and_fits_the_maximum_length(
     turn_latency: ModuleType, serving_engine: ModuleType
 ) -> None:
     for name, scale in turn_latency.SCALES.items():

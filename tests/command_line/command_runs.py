@@ -43,7 +43,7 @@ def run_here(capsys: pytest.CaptureFixture[str], *arguments: object) -> Finished
 
 
 def run_script_here(capsys: pytest.CaptureFixture[str], script: Path, *arguments: object) -> Finished:
-    """Run a script in this process, which has the slow imports."""
+    """Run a script in this process, in which torch and megatron are already imported."""
     capsys.readouterr()
     status = 0
     with patch.object(sys, "argv", [str(script), *map(str, arguments)]), patch.object(sys, "path", sys.path.copy()):
@@ -60,7 +60,7 @@ def run_process(*arguments: object, cwd: Path, import_first: Path | None = None)
     """Run Python with the arguments and the repository importable.
 
     Args:
-        import_first: A folder whose packages hide installed ones.
+        import_first: Folder of packages that are imported instead of the installed ones.
     """
     folders = [str(folder) for folder in (import_first, REPOSITORY) if folder is not None]
     folders += filter(None, [os.environ.get("PYTHONPATH")])

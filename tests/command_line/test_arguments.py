@@ -1,4 +1,4 @@
-"""Flags that cannot work: status 2 and one line that names them."""
+"""Invalid flags give exit status 2 and a one-line error that names them."""
 
 import subprocess
 import sys
@@ -33,13 +33,13 @@ BAD_FLAGS = [
     ([DRAFTS, "two"], DRAFTS),
     (
         ["--drafter", "prompt-lookup"],
-        "--drafter prompt-lookup: speculative decoding is off; set --num-speculative-tokens",
+        "--drafter prompt-lookup needs speculative decoding; set --num-speculative-tokens",
     ),
-    (["--drafter", "draft-model", DRAFTS, "0"], "--drafter draft-model: speculative decoding is off; set"),
-    (["--draft-hf-model", "a"], "--draft-hf-model a: speculative decoding is off; set --num-speculative-tokens"),
+    (["--drafter", "draft-model", DRAFTS, "0"], "--drafter draft-model needs speculative decoding; set"),
+    (["--draft-hf-model", "a"], "--draft-hf-model a needs speculative decoding; set --num-speculative-tokens"),
     (["--drafter", "oracle", DRAFTS, "2"], "--drafter: invalid choice: 'oracle' (choose from"),
     (["--drafter", "draft-model", DRAFTS, "2"], "--drafter draft-model needs a draft model; give its directory with"),
-    (["--draft-hf-model", "a", DRAFTS, "2"], "--draft-hf-model a: used only with --drafter draft-model; add"),
+    (["--draft-hf-model", "a", DRAFTS, "2"], "--draft-hf-model a needs --drafter draft-model; add"),
     ([GRAPHS, "-4"], f"{GRAPHS}: num_cuda_graphs is -4"),
     ([GRAPHS, "513"], f"{GRAPHS}: num_cuda_graphs is 513; it must be an int from 0 to 512"),
     (["--num-tokens-to-generate", "0"], "--num-tokens-to-generate is 0"),
@@ -63,10 +63,10 @@ BAD_FLAGS = [
     ([KV, "inf"], f"{KV}: buffer_size_gb is inf"),
     ([STATES, "-1"], f"{STATES}: prefix_caching_mamba_gb is -1.0"),
     ([STATES, "nan"], f"{STATES}: prefix_caching_mamba_gb is nan"),
-    (["--prompts", "/no/such/file"], "--prompts /no/such/file: No such file"),
-    (["--prompts", "/"], "--prompts /: Is a directory"),
-    (["--output-path", "/no/such/folder/file"], "--output-path /no/such/folder/file: No such file"),
-    (["--output-path", "/"], "--output-path /: Is a directory"),
+    (["--prompts", "/no/such/file"], "--prompts /no/such/file cannot be read: No such file"),
+    (["--prompts", "/"], "--prompts / cannot be read: Is a directory"),
+    (["--output-path", "/no/such/folder/file"], "--output-path /no/such/folder/file cannot be written: No such file"),
+    (["--output-path", "/"], "--output-path / cannot be written: Is a directory"),
 ]
 BAD_FOR_THE_MODEL = [
     ([BLOCK, "100"], f"{BLOCK} to a multiple of it"),
@@ -74,8 +74,8 @@ BAD_FOR_THE_MODEL = [
     ([KV, "1e6"], "lower --cache-gb"),
     ([KV, "1e7"], "below 1048576"),
     ([*WINDOWS, KV, "1e-4", STATES, "1e-4"], "which cannot hold one request"),
-    ([STORED, "int8", *WINDOWS, KV, "1e-4", STATES, "1e-4"], "states next to the live states of max_requests="),
-    ([STORED, "int8", "--cache-gb", "1e-4"], "states next to the live states of max_requests="),
+    ([STORED, "int8", *WINDOWS, KV, "1e-4", STATES, "1e-4"], "states in addition to the live states of max_requests="),
+    ([STORED, "int8", "--cache-gb", "1e-4"], "states in addition to the live states of max_requests="),
 ]
 
 
@@ -143,7 +143,7 @@ def test_closed_stdout_prints_no_traceback(tmp_path: Path) -> None:
     process.stderr.close()
 
 
-def test_missing_sampling_flags_are_greedy_when_one_is_given() -> None:
+def test_missing_sampling_flags_default_to_greedy_when_one_is_given() -> None:
     def sampling(*flags: str) -> tuple[float, int, float]:
         parsed = with_sampling(command_parser().parse_args(["generate", *flags]), EDITING)
         return parsed.temperature, parsed.top_k, parsed.top_p
@@ -180,7 +180,7 @@ def test_error_names_a_flag_with_an_alias_only_once(command: str, capsys: pytest
     assert capsys.readouterr().err == "mamba-cache: error: --model: expected one argument\n"
 
 
-def test_error_for_limits_that_do_not_fit_gives_the_model_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_for_too_few_tokens_per_step_names_the_conflicting_limit(capsys: pytest.CaptureFixture[str]) -> None:
     finished = run_here(capsys, "--max-tokens-per-step", "8", "--random-model")
     assert finished.status == 2 and "max_tokens is 8; it must be at least max_requests=16" in finished.stderr
 

@@ -49,7 +49,7 @@ def card_settings(shape: HybridModelShape, max_length: int, card: Card, given_fi
 
 
 def bytes_taken(shape: HybridModelShape, config: CacheConfig) -> int:
-    """Return the bytes of the pools that the settings buy."""
+    """Return the bytes of the memory pools that these settings allocate."""
     config = config.resolved()
     capacity = CacheCapacity.of(config, shape, OneRank())
     other_bytes = shape.buffers_bytes(config) + shape.running_bytes(config)
@@ -90,8 +90,8 @@ def test_8b_model_on_a_139_gib_gpu_runs_256_requests() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "more_tokens"), [(8192, 4096), (2048, 0), (6144, 2048), (32_768, 4096)])
-def test_small_layers_leave_memory_for_graphs(max_tokens: int, more_tokens: int) -> None:
-    """Its graphs hold up to 8,192 prompt tokens or a whole step, where others' hold 4,096."""
+def test_models_with_small_layers_reserve_more_memory_for_graphs(max_tokens: int, more_tokens: int) -> None:
+    """Their graphs hold up to 8,192 prompt tokens or a whole step; the graphs of other models hold 4,096."""
     card, given = Card(40 * GIB, 1.0, 21_504), {"max_tokens": max_tokens}
     larger, smaller = (
         card_settings(replace(DENSE_8B, layer_weights=weights), 131_072, card, given)["cache_gb"] * GIB
@@ -100,7 +100,7 @@ def test_small_layers_leave_memory_for_graphs(max_tokens: int, more_tokens: int)
     assert larger - smaller == pytest.approx(4 * 21_504 * 2 * more_tokens, rel=1e-6)
 
 
-def test_small_gpu_runs_fewer_requests_and_still_caches() -> None:
+def test_small_gpu_runs_fewer_requests_and_still_has_room_for_a_cache() -> None:
     settings = card_settings(DENSE_8B, 131_072, Card(12 * GIB, 0.9, 21_504), {})
     assert 1 <= settings["max_requests"] < 64
     assert settings["cache_gb"] > 0.5 + settings["max_requests"] * 0.1
@@ -151,7 +151,7 @@ def test_drafts_do_not_reduce_requests_when_states_are_replayed(
 def test_budget_error_gives_the_smallest_sufficient_budget(
     shape: HybridModelShape, num_drafts: int, asked: int, length: int
 ) -> None:
-    """Although a larger one has room for more requests, and so for more rings."""
+    """Every larger budget also suffices, although it admits more requests, which need more replay rings."""
     config = CacheConfig(
         cache_gb=0.02,
         max_requests=asked,
@@ -192,7 +192,7 @@ def test_pipeline_stage_with_one_layer_type_uses_all_memory_for_it(pattern: str)
 
 
 @pytest.mark.parametrize("free_gib", [16, 24, 40, 120])
-def test_draft_model_fits_wherever_its_model_fits(free_gib: int) -> None:
+def test_draft_model_fits_on_every_gpu_that_its_model_fits_on(free_gib: int) -> None:
     card = Card(free_gib * GIB, 0.9, 21_504)
     drafts = {"num_speculative_tokens": 2}
     engine = card_settings(DENSE_8B, 131_072, replace(card, share=1 - DRAFTER_SHARE), drafts)
@@ -211,7 +211,7 @@ def test_error_for_a_too_small_gpu_gives_the_remedy(free_gib: int, given_fields:
         card_settings(DENSE_8B, 131_072, Card(free_gib * GIB, 0.9, 21_504), given_fields)
 
 
-def test_more_requests_raise_step_tokens_and_logits_memory() -> None:
+def test_more_requests_increase_step_tokens_and_logits_memory() -> None:
     card = Card(140 * GIB, 1.0, 21_504)
     settings = card_settings(SMALL, 4096, card, {"max_requests": 10_000})
     assert settings["max_tokens"] == 10_000
@@ -324,7 +324,7 @@ def test_explicit_budget_overrides_the_free_gpu_memory() -> None:
 @pytest.mark.parametrize("stored", ["live", "int8"])
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B, shape_of("MM--"), shape_of("**--")])
 def test_request_length_is_limited_by_the_budget(shape: HybridModelShape, stored: str, cache_gb: float) -> None:
-    """A block more is refused."""
+    """A request that is one block longer is refused."""
     form = {"draft_states": "replay", "cached_state_dtype": stored}
     settings = card_settings(shape, 2**24, Card(120 * GIB, 0.9, 21_504), {"cache_gb": cache_gb} | form)
     config = CacheConfig(**settings | form).resolved()
@@ -337,7 +337,7 @@ def test_request_length_is_limited_by_the_budget(shape: HybridModelShape, stored
 
 @pytest.mark.parametrize("shape", [DENSE_8B, NANO_30B])
 def test_quantized_cache_holds_3_6_times_as_many_states(shape: HybridModelShape) -> None:
-    """Not counting the live states, which both forms hold when the server is full."""
+    """Live states are not counted, because a full server holds the same number of them in both formats."""
     config = CacheConfig(max_requests=32, max_sequence_length=4096, cache_gb=40.0).resolved()
     for dtype, least in (("fp32", 3.6), ("bf16", 1.85)):
         live = replace(config, ssm_state_dtype=dtype)
@@ -348,7 +348,9 @@ def test_quantized_cache_holds_3_6_times_as_many_states(shape: HybridModelShape)
 
 def test_error_for_live_states_beyond_the_budget_gives_the_remedy() -> None:
     config = CacheConfig(cache_gb=2.0, cached_state_dtype="int8", max_sequence_length=256).resolved()
-    with pytest.raises(ValueError, match=r"live states of max_requests=64: set --cache-gb to .* or max_requests$"):
+    with pytest.raises(
+        ValueError, match=r"live states of max_requests=64 requests: set --cache-gb to .* or max_requests$"
+    ):
         CacheCapacity.of(config, DENSE_8B, OneRank())
 
 
@@ -374,7 +376,7 @@ def test_ranks_with_different_layers_agree_on_request_length() -> None:
     assert len(lengths) == 1 and lengths.pop() < 2**24
 
 
-def test_ranks_with_different_layers_agree_on_state_length_and_warn(
+def test_ranks_with_different_layers_agree_on_tokens_per_state_and_warn(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     config = CacheConfig(cache_gb=2.0, max_sequence_length=4096).resolved()

@@ -1,4 +1,4 @@
-"""A conversation with the shipped model: each turn's prompt extends the earlier ones."""
+"""A conversation with the shipped model: the prompt of each turn extends the earlier turns."""
 
 from dataclasses import dataclass, field
 from functools import cache
@@ -56,7 +56,7 @@ def start_engine(num_drafts: int, decode_checkpoints: str = "rolling") -> MambaC
 
 
 def converse(engine: MambaCacheEngine, num_turns: int) -> dict[str, Conversation]:
-    """Hold a greedy and a sampled conversation side by side."""
+    """Run a greedy and a sampled conversation concurrently."""
     tokenizer = load_tokenizer(SHIPPED_MODEL, shipped().architecture.vocab_size)
     conversations = {
         name: Conversation(settings, tokenizer.tokenize(f"# file: {name}_queue.py\n\n"))

@@ -1,4 +1,4 @@
-"""Flags of the coordinator's access, and refusals of `serve` before loading."""
+"""Flags for access to the coordinator, and errors that `serve` reports before it loads a model."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def settings_of(launch: Launch, *flags: str) -> RoutingSettings:
 
 
 @pytest.mark.parametrize("launch", [Launch(), ONE_HOST, Launch(0, 8)])
-def test_single_host_listens_on_loopback_by_default(launch: Launch) -> None:
+def test_coordinator_on_one_host_listens_on_loopback_by_default(launch: Launch) -> None:
     settings = settings_of(launch)
     assert settings == RoutingSettings() and isinstance(settings.access(), LoopbackAccess)
 

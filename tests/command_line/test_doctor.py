@@ -62,11 +62,15 @@ NVCC, TOOLS = "CUDA/bin/nvcc", ["PATH/c++", "SCRIPTS/ninja"]
 @pytest.mark.parametrize(
     ("files", "is_compiled", "expected"),
     [
-        ([], False, f"cannot be compiled, {NVCC}, c++, ninja missing; install it, or run `flashinfer"),
-        ([NVCC, "SCRIPTS/ninja"], False, "cannot be compiled, c++ missing; install it"),
-        ([NVCC, *TOOLS], False, f"{NVCC} compiles them when a model is first started; they are cached in HOME/."),
-        (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles them when a model is first started"),
-        ([], True, "the package flashinfer-jit-cache contains them"),
+        ([], False, f"its kernels cannot be compiled without {NVCC}, c++, ninja; install it, or run `flashinfer"),
+        ([NVCC, "SCRIPTS/ninja"], False, "its kernels cannot be compiled without c++; install it"),
+        (
+            [NVCC, *TOOLS],
+            False,
+            f"{NVCC} compiles its kernels when a model is first started; they are cached in HOME/.",
+        ),
+        (["PATH/nvcc", *TOOLS], False, "PATH/nvcc compiles its kernels when a model is first started"),
+        ([], True, "its kernels are in the package flashinfer-jit-cache"),
     ],
 )
 def test_doctor_reports_the_source_of_flashinfers_kernels(
@@ -116,7 +120,7 @@ def test_doctor_accepts_nvidias_apex_and_survives_a_broken_torch(tmp_path: Path)
 
 
 def _lose(monkeypatch: pytest.MonkeyPatch, lost: str, found: str | None) -> None:
-    """Let a distribution be missing, or have the version `found`."""
+    """Make a distribution appear to be missing, or to have the version `found`."""
 
     def version(name: str) -> str:
         if name == lost and found is None:
@@ -159,7 +163,7 @@ def test_serve_without_its_extra_names_the_install_command(
 ) -> None:
     _lose(monkeypatch, "fastapi", None)
     assert main(["serve"]) == 2
-    reported = "serve needs fastapi, which is not installed: pip install 'megatron-mamba-cache[server]'"
+    reported = "serve needs fastapi, which is not installed; run pip install 'megatron-mamba-cache[server]'"
     assert capsys.readouterr().err == f"mamba-cache: error: {reported}\n"
 
 

@@ -17,7 +17,7 @@ COMPILES = re.compile(r"WARNING: (\w+ compiles .*, once per machine \.\.\.|\.\.\
     [pytest.param(("--num-tokens-to-generate", 8), marks=pytest.mark.long), pytest.param((), marks=pytest.mark.slow)],
     ids=["short replies", "as written"],
 )
-def test_example_skips_prompt_tokens_without_changing_outputs(flags: tuple[object, ...], tmp_path: Path) -> None:
+def test_example_reuses_cached_prefixes_without_changing_outputs(flags: tuple[object, ...], tmp_path: Path) -> None:
     finished = run_process(REPOSITORY / "examples" / "generate.py", "--output-path", "out.json", *flags, cwd=tmp_path)
     assert finished.status == 0, finished.stderr
     assert not [line for line in finished.stderr.splitlines() if not COMPILES.fullmatch(line)]

@@ -114,7 +114,7 @@ def test_environment_variable_gives_the_config_file_of_every_command(
         assert command_parser().parse_args(words).log_level == "warning"
 
 
-def test_kubernetes_service_variables_set_no_flag(
+def test_kubernetes_service_variables_do_not_set_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, value in {
@@ -147,9 +147,9 @@ BAD_FILES = [
     ("port: 1\nblock-size: 64\nblock_size: 32", "line 3 (block_size) and "),
     ("- port", "the file must have lines of the form FLAG: VALUE, found a sequence"),
     ("port", "the file must have lines of the form FLAG: VALUE, found a scalar"),
-    ("port: 1\n  host: b", "line 2: not YAML: mapping values are not allowed here"),
-    ("a: &x [*x", ": not YAML: "),
-    ("host: " + 2000 * "[" + 2000 * "]", ": nested too deeply"),
+    ("port: 1\n  host: b", "line 2 is not valid YAML: mapping values are not allowed here"),
+    ("a: &x [*x", " is not valid YAML: "),
+    ("host: " + 2000 * "[" + 2000 * "]", " is nested too deeply"),
     ("? [a, b]\n: 1", "line 1: a key must be a flag, found a sequence"),
     ("gpu_memory_utilization: 0.5", "line 1: unknown key 'gpu_memory_utilization': use --memory-fraction"),
     ("port: 1\ntensor-parallel-size: 2", "line 2: unknown key 'tensor-parallel-size': use torchrun"),
@@ -194,7 +194,7 @@ def test_error_names_an_unreadable_config_file(
     path = tmp_path / name
     assert main(["plan", "--config", str(path)]) == 2
     error = capsys.readouterr().err
-    assert f"--config {path}: " in error and reason in error and error.count("\n") == 1
+    assert f"--config {path} cannot be read: " in error and reason in error and error.count("\n") == 1
 
 
 BAD_VARIABLES = [
@@ -202,7 +202,7 @@ BAD_VARIABLES = [
     ("PORT", "70000", "MAMBA_CACHE_PORT: --port is 70000; it must be between 0"),
     ("CORS_ORIGIN", "[a, {b: c}]", "MAMBA_CACHE_CORS_ORIGIN is '[a, {b: c}]'; it must be words, or a list"),
     ("NO_PREFIX_CACHING", "2", "MAMBA_CACHE_NO_PREFIX_CACHING is '2'; it must be true or false"),
-    ("CONFIG", "none.yaml", "--config none.yaml: No such file"),
+    ("CONFIG", "none.yaml", "--config none.yaml cannot be read: No such file"),
     ("MAX_QUEUED_REQUESTS", "-1", "MAMBA_CACHE_MAX_QUEUED_REQUESTS: --max-queued-requests: max_queued is -1"),
     ("MAX_BODY_MB", "0", "MAMBA_CACHE_MAX_BODY_MB: --max-body-mb: max_body_bytes is 0; it must be at least 1024"),
 ]

@@ -26,7 +26,7 @@ Generate = Callable[..., dict[str, Any]]
 
 @pytest.fixture
 def run_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
-    """Run lines with flags; the results are in `output.json`."""
+    """Return a function that runs prompt lines with flags and writes the results to `output.json`."""
 
     def run(lines: list[dict[str, object]], *flags: object, model: tuple[str, ...] = ("--random-model",)) -> Finished:
         file = tmp_path / "lines.jsonl"
@@ -39,7 +39,7 @@ def run_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..
 
 @pytest.fixture
 def generate(run_lines: Callable[..., Finished], tmp_path: Path) -> Generate:
-    """Run lines with flags to status 0 and return the written document."""
+    """Return a function that runs prompt lines with flags, checks for status 0, and returns the written results."""
 
     def run(lines: list[dict[str, object]], *flags: object, **model: tuple[str, ...]) -> dict[str, Any]:
         finished = run_lines(lines, *flags, **model)
@@ -199,7 +199,7 @@ def test_comparison_run_disables_drafts_and_cache(
     assert (warming_up, compared, reported) == ((2, True), (0, False), (2, True))
 
 
-def test_report_explains_why_nothing_was_skipped(run_lines: Callable[..., Finished]) -> None:
+def test_generate_reports_why_no_prompt_tokens_were_cached(run_lines: Callable[..., Finished]) -> None:
     finished = run_lines([{"prompt": PREFIX}], "--no-prefix-caching")
     assert "skipped 0 of" in finished.stdout and "nothing was skipped: prefix caching is off" in finished.stdout
     assert finished.stderr.count("WARNING") == 1 and "UserWarning" not in finished.stderr

@@ -1,4 +1,4 @@
-"""Processes of a launch: whether the flags' sizes fit them, and which replica runs which line."""
+"""Processes of a launch: parallel sizes must fit their number, and each prompt line goes to one replica."""
 
 from argparse import Namespace
 
@@ -16,7 +16,7 @@ def sizes(tensor: int = 1, pipeline: int = 1, expert: int = 1) -> Namespace:
     )
 
 
-def test_without_a_launcher_there_is_one_process() -> None:
+def test_launch_without_torchrun_has_one_process() -> None:
     assert Launch.of_environment({}) == Launch(0, 1, 0)
     assert Launch().is_first
 

@@ -129,7 +129,7 @@ def test_token_ids_without_a_tokenizer_match_transformers(
 
 @torch.no_grad()
 def shortfall(model: Any, prompt: list[int], generated: list[int]) -> float:
-    """Return how far below the best logit the chosen ones are at most."""
+    """Return the largest difference between the highest logit and the logit of the chosen token."""
     logits = model(torch.tensor([prompt + generated]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     chosen = logits.gather(1, torch.tensor(generated)[:, None])[:, 0]
     return float((logits.max(dim=1).values - chosen).max())
@@ -345,8 +345,10 @@ def test_draft_model_and_model_share_the_cache_budget(
     assert run_here(capsys, *flags, "--cache-gb", 0.02).status == 0
     cache_gb, parts = 0.0002, []
     while (finished := run_here(capsys, *flags, "--cache-gb", cache_gb)).status:
-        assert ends_with_one_line(finished, f"cache_gb is {cache_gb:g} GiB, of which this model has", "cannot hold one")
-        parts += re.findall(r"this model has (\d+%)", finished.stderr)
+        assert ends_with_one_line(
+            finished, f"cache_gb is {cache_gb:g} GiB (", " of it for this model), which cannot hold one"
+        )
+        parts += re.findall(r"\((\d+%) of it for this model\)", finished.stderr)
         (least,) = re.findall(r"set --cache-gb to ([\d.]+) or more", finished.stderr)
         assert float(least) > cache_gb
         cache_gb = float(least)

@@ -1,4 +1,4 @@
-"""The command `plan`: its output and its refusals."""
+"""The `plan` command: its output and its errors."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ KV, STATE = ("--kv-bytes-per-token", "1024"), ("--state-bytes", "65536")
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Return a session of two turns, the second of which begins with the first prompt and its reply."""
+    """Return the recorded load of a session with two turns; the second prompt begins with the first turn."""
     first = {"t": 0, "in": 512, "out": 200, "hash_ids": list(range(8))}
     second = {"t": 5, "in": 800, "out": 9, "hash_ids": list(range(13))}
     path = tmp_path / "load.jsonl"
@@ -75,7 +75,7 @@ def test_plan_reads_model_sizes_from_the_configuration(trace: Path, capfd: pytes
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
-def test_cache_of_a_quantized_model_is_sized_as_in_bf16(
+def test_plan_uses_the_same_sizes_for_a_quantized_model_as_for_bf16(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
@@ -88,7 +88,7 @@ def test_cache_of_a_quantized_model_is_sized_as_in_bf16(
     assert sizes[0] == sizes[1]
 
 
-def test_sizes_of_a_multimodal_model_are_those_of_its_language_model(
+def test_plan_uses_only_the_language_model_of_a_multimodal_model(
     trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(QWEN["Qwen3.6-35B-A3B"]))
@@ -131,19 +131,21 @@ def test_fp8_kv_takes_a_byte_per_element(trace: Path, capfd: pytest.CaptureFixtu
         ((*KV, *STATE, "--cache-gb", "0"), "--cache-gb is 0.0"),
         ((*KV, *STATE, "--cache-gb", "nan"), "--cache-gb is nan"),
         ((*KV, *STATE, "--block-size", "0"), "--block-size is 0"),
-        ((*KV, *STATE, "--block-size", "96"), "--block-size 96: block size 96 and 64 tokens per hash do not match"),
+        ((*KV, *STATE, "--block-size", "96"), "--block-size 96: a block has 96 tokens and a hash covers 64 tokens"),
         ((*KV, *STATE, "--host-cache-gb", "-1"), "--host-cache-gb is -1.0"),
         ((*KV, *STATE, "--host-cache-gb", "nan"), "--host-cache-gb is nan"),
     ],
 )
-def test_unusable_flag_is_refused_in_one_line(
+def test_plan_with_an_invalid_flag_prints_a_one_line_error(
     flags: tuple[str, ...], message: str, trace: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, out, err = planned(capfd, trace, *flags)
     assert status == 2 and not out and err.count("\n") == 1 and message in err
 
 
-def test_unreadable_file_is_refused_in_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_plan_with_an_unreadable_trace_prints_a_one_line_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     broken = tmp_path / "broken.jsonl.gz"
     broken.write_bytes(b"no gzip")
     for path in (tmp_path / "missing.jsonl", tmp_path, broken):

@@ -26,7 +26,7 @@ GREEDY = ("--top-k", 1, "--dtype", "fp32")
 
 @pytest.fixture
 def directories(tmp_path: Path) -> tuple[Path, Path]:
-    """Write one model in FP8 and, with the values that this means, in float32."""
+    """Write a model in FP8, and its dequantized values in float32."""
     quantized, plain = tmp_path / "fp8", tmp_path / "plain"
     for directory in (quantized, plain):
         save_model("nemotron_h", directory)
@@ -34,7 +34,7 @@ def directories(tmp_path: Path) -> tuple[Path, Path]:
     return quantized, plain
 
 
-def test_generate_matches_the_dequantized_weights(
+def test_generate_with_quantized_weights_matches_dequantized_weights(
     directories: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = tmp_path / "lines.jsonl"

@@ -15,7 +15,7 @@ PROMPT = "def add(a, b):\n    return a + b\n" * 12
 MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 
 
-def test_cached_state_dtype_flag_sets_the_config_field() -> None:
+def test_cached_state_dtype_flag_sets_the_field_of_the_cache_config() -> None:
     for command in ("generate", "serve"):
         parsed = command_parser().parse_args([command, "--cached-state-dtype", "int8"])
         assert config_of(parsed).cached_state_dtype == "int8"

@@ -16,7 +16,7 @@ from megatron_mamba_cache.replicas.launch import _Quiet
 from tests.command_line.command_runs import REPOSITORY, run_here, run_process
 
 
-def test_slow_phases_are_reported_even_if_warnings_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_of_slow_phases_is_shown_even_if_warnings_are_hidden(capsys: pytest.CaptureFixture[str]) -> None:
     warnings = logging.getLogger("megatron_mamba_cache.mcore.engine")
     with quiet_libraries():
         warnings.warning("seen")
@@ -86,7 +86,7 @@ def test_coordinator_process_applies_the_log_levels_of_its_parent() -> None:
             assert _Quiet.of_this_process() == _Quiet(False, (10, 10, 10, 10))
 
 
-def test_signal_that_ends_a_command_prints_no_stack(capsys: pytest.CaptureFixture[str]) -> None:
+def test_signal_that_ends_a_command_prints_no_stack_trace(capsys: pytest.CaptureFixture[str]) -> None:
     numbers = (signal.SIGTERM, signal.SIGINT)
     for number in numbers:  # as megatron's import does
         faulthandler.register(number, file=sys.__stderr__, all_threads=False, chain=True)

@@ -1,4 +1,4 @@
-"""Lines through an engine, without a command around them."""
+"""Prompt lines run on an engine directly, without a command."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
@@ -17,7 +17,7 @@ UNFIT = [2**70]
 
 
 class CountedTokens(list):
-    """A list of tokens that counts how many of them are read out of it."""
+    """List of tokens that counts how many of its tokens are read."""
 
     def __init__(self, counter: list[int]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ def test_long_session_of_invalid_lines_finishes(position: int) -> None:
     assert len(result.records) == 3000 and len(result.records[position].generated_tokens) == 2
 
 
-def test_line_with_an_image_token_is_refused() -> None:
+def test_prompt_line_with_an_image_token_is_refused() -> None:
     lines = [PromptLine(0, [1, 5, 3], session="a"), PromptLine(1, [1, 2, 3], session="a")]
     engine = EngineRun.start(tiny_hybrid()).engine
     first, second = run_lines(lines, engine, 2, lambda _: None, {5: "image_token_id"}).records

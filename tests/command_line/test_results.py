@@ -1,4 +1,4 @@
-"""The printed report of a run, without running one."""
+"""The printed report, for given results of a run."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def result_of(*records: RequestRecord, states_evicted: int = 0, **counters: int)
     return RunResult(numbered, CacheSnapshot(CacheCounters(states_evicted=states_evicted, **counters)), 2.0)
 
 
-def test_report_gives_the_reason_why_no_tokens_were_skipped() -> None:
+def test_report_explains_why_no_prompt_tokens_were_cached() -> None:
     short, failed, hit = (
         replace(LONG, prompt_tokens=[1] * 64),
         replace(LONG, error="why"),
@@ -50,7 +50,7 @@ def test_report_gives_the_reason_why_no_tokens_were_skipped() -> None:
 
 
 @pytest.mark.parametrize(("count", "words"), [(1, "1 kernel in 2.5 s"), (12, "12 kernels in 2.5 s")])
-def test_compilations_are_reported_and_written(count: int, words: str) -> None:
+def test_kernel_compilations_are_reported_and_written_to_the_output_file(count: int, words: str) -> None:
     result = result_of(LONG)
     compiled = replace(result, cache=replace(result.cache, num_compiled_kernels=count, compile_seconds=2.51))
     assert compilation_line(compiled) == f"compiled {words}"
@@ -58,7 +58,7 @@ def test_compilations_are_reported_and_written(count: int, words: str) -> None:
     assert (summary["num_compiled_kernels"], summary["compile_seconds"]) == (count, 2.51)
 
 
-def test_captured_graphs_are_reported_and_written() -> None:
+def test_captured_graphs_are_reported_and_written_to_the_output_file() -> None:
     result = result_of(LONG)
     counters = replace(result.cache.counters, steps=40, graph_steps=31)
     cache = replace(result.cache, counters=counters, num_graphs=12, capture_seconds=3.04, graph_bytes=3 * 2**29)
@@ -80,7 +80,7 @@ def test_any_text_prints_as_one_ascii_line(text: str) -> None:
     assert line.isascii() and line.isprintable() and len(line) < 300
 
 
-def test_long_table_is_cut_with_a_note() -> None:
+def test_long_table_is_truncated_with_a_note() -> None:
     lines = list(table_lines([LONG] * 60))
     assert len(lines) == 52 and "10 more" in lines[-1]
 
@@ -89,7 +89,7 @@ def test_long_table_is_cut_with_a_note() -> None:
     ("theirs", "expected"),
     [([7, 8, 9], None), ([7, 5, 9], Difference(1, 1, 8, 5)), ([7, 8], Difference(1, 2, 9, None))],
 )
-def test_first_difference_is_found(theirs: list[int], expected: Difference | None) -> None:
+def test_first_differing_token_of_two_runs_is_found(theirs: list[int], expected: Difference | None) -> None:
     cached = result_of(LONG, LONG, LONG)
     uncached = result_of(LONG, replace(LONG, generated_tokens=theirs), replace(LONG, generated_tokens=theirs))
     assert first_difference(cached, uncached) == expected
@@ -109,7 +109,7 @@ def reply_to(prompt: str, text: str, **changes: object) -> list[str]:
     return list(reply_lines([PromptLine(0, prompt)], [replace(LONG, text=text, **changes)], [prompt]))
 
 
-def test_reply_continues_its_prompt() -> None:
+def test_printed_reply_continues_the_last_line_of_its_prompt() -> None:
     assert reply_to("a\nb\nc\nd\ne", "f\n\ng") == ["request 0", "  | b", "  | c", "  | d", "  > ef", "  > ", "  > g"]
     assert reply_to("a\n", "b") == ["request 0", "  | a", "  > b"]
     assert reply_to("a\nb", "\nc") == ["request 0", "  | a", "  | b", "  > c"]

@@ -1,4 +1,4 @@
-"""The order in which lines may run."""
+"""Order in which prompt lines run."""
 
 import random
 

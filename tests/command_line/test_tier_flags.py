@@ -1,4 +1,4 @@
-"""Flags of the tiers in generate and serve, and refusals before memory is allocated."""
+"""Flags for host and disk tiers in generate and serve; invalid flags are refused before memory is allocated."""
 
 import json
 import os
@@ -20,17 +20,17 @@ COMMANDS = ["generate", "serve"]
 MEMORY = ["--cache-gb", "0.1", "--host-cache-gb", "0.1"]
 PROMPT = "def add(a, b):\n    return a + b\n" * 12
 BAD = {
-    "without prefix caching": ([*MEMORY, "--no-prefix-caching"], "which needs prefix caching"),
+    "without prefix caching": ([*MEMORY, "--no-prefix-caching"], "but requires prefix_caching=True"),
     "beyond the host": (["--cache-gb", "0.1", "--host-cache-gb", "900000"], "GiB available: lower --host-cache-gb"),
     "too little": (["--cache-gb", "0.1", "--host-cache-gb", "1e-6"], "set --host-cache-gb to 0."),
-    "not a number": (["--cache-gb", "0.1", "--host-cache-gb", "nan"], "it must be more than 0"),
-    "a directory alone": (["--cache-gb", "0.1", "--disk-cache-dir", "DIR/new"], "which needs --host-cache-gb"),
-    "a limit alone": ([*MEMORY, "--disk-cache-gb", "1"], "which needs --disk-cache-dir"),
+    "not a number": (["--cache-gb", "0.1", "--host-cache-gb", "nan"], "it must be a number of GiB, more than 0"),
+    "a directory alone": (["--cache-gb", "0.1", "--disk-cache-dir", "DIR/new"], "but requires --host-cache-gb"),
+    "a limit alone": ([*MEMORY, "--disk-cache-gb", "1"], "but requires --disk-cache-dir"),
     "below a file": (
         [*MEMORY, "--disk-cache-dir", "DIR/file/x"],
-        "--disk-cache-dir DIR/file/x: cannot be created or written to",
+        "--disk-cache-dir DIR/file/x cannot be created or written to",
     ),
-    "a file": ([*MEMORY, "--disk-cache-dir", "DIR/file"], "--disk-cache-dir DIR/file: cannot be created or written to"),
+    "a file": ([*MEMORY, "--disk-cache-dir", "DIR/file"], "--disk-cache-dir DIR/file cannot be created or written to"),
     "a limit below one entry": (
         [*MEMORY, "--disk-cache-dir", "DIR/new", "--disk-cache-gb", "1e-6"],
         "bytes: set --disk-cache-gb to 0.",

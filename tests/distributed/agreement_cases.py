@@ -1,4 +1,4 @@
-"""On a rank: decisions that ranks agree on, and detection of diverged ranks."""
+"""Functions that run on a rank: agreement of ranks on decisions, and detection of ranks that diverge."""
 
 from dataclasses import replace
 from json import JSONDecodeError
@@ -95,7 +95,7 @@ ERRORS_OF_ONE_RANK = {
 
 
 def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
-    """Let the second rank make one other decision; return the resulting error, and the number of steps until it."""
+    """Make the second rank decide differently once; return the resulting error and the number of steps before it."""
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
         config: CacheConfig = cache_config(subject.sizes, rank_digest_steps=every)
@@ -115,7 +115,7 @@ def error_of_a_part(layout: Layout, every: int, part: str) -> tuple[str, int]:
 
 
 def error_of_a_missing_request(layout: Layout, num_on_both: int) -> str:
-    """Give the first rank a request more than the second; return the error that ends the step."""
+    """Give the first rank one request more than the second; return the error that ends the step."""
     with parallel(layout):
         subject = engine_runs.hybrid(tiny_sizes())
         run = EngineRun.start(subject, cache_config(subject.sizes, rank_digest_steps=1))

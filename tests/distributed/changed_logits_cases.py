@@ -1,4 +1,4 @@
-"""On a rank: requests with grammars, penalties and biases, by a sharded model."""
+"""Functions that run on a rank: requests with grammars, penalties and biases on a sharded model."""
 
 from dataclasses import replace
 from random import Random

@@ -1,4 +1,4 @@
-"""Worlds of ranks for the tests of this folder."""
+"""Fixtures that run the tests of this folder on several ranks."""
 
 from collections.abc import Iterator
 
@@ -17,7 +17,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Keep processes between tests."""
+    """Return the groups of rank processes, which are kept between tests."""
     found = Worlds()
     yield found
     found.close()

@@ -1,4 +1,4 @@
-"""On a rank: conversations with its shard of a checkpoint, compared with transformers."""
+"""Functions that run on a rank: conversations with a sharded checkpoint, compared with transformers."""
 
 import torch
 import torch.distributed as dist

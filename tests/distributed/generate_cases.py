@@ -1,4 +1,4 @@
-"""On a rank: what a command's processes do together."""
+"""Functions that run on a rank: errors of a command that runs on several processes."""
 
 from argparse import Namespace
 

@@ -1,4 +1,4 @@
-"""On a rank: a checkpoint loaded under several layouts, in both formats, and its replies."""
+"""Functions that run on a rank: checkpoints of both formats loaded under several layouts, and their replies."""
 
 import tempfile
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""On a rank: a layout of ranks, tiny models split by it, and the fp64 oracle of the whole model."""
+"""For code that runs on a rank: parallel layouts, tiny sharded models, and the fp64 reference of a whole model."""
 
 import gc
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from tests.oracle import HybridOracle
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How ranks split a model; the remaining ranks are replicas."""
+    """Parallel sizes of a model; the remaining ranks are replicas."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -75,7 +75,7 @@ def parallel(layout: Layout) -> Iterator[None]:
 
 
 def _destroy_groups() -> None:
-    """Destroy the groups that Megatron only forgets: each keeps threads."""
+    """Destroy the process groups, which Megatron only drops, because each keeps threads alive."""
     for group in [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]:
         dist.destroy_process_group(group)
 

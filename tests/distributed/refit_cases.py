@@ -1,4 +1,4 @@
-"""On a rank: new weights while the engines of a model are suspended."""
+"""Functions that run on a rank: new weights are loaded while the engines of a model are suspended."""
 
 from dataclasses import dataclass
 

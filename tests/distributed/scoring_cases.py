@@ -1,4 +1,4 @@
-"""On a rank: prompts that are scored by a sharded model."""
+"""Functions that run on a rank: prompts scored by a sharded model."""
 
 import torch
 

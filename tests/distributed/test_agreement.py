@@ -10,14 +10,14 @@ TENSOR, PIPELINE = Layout(tensor=2), Layout(pipeline=2)
 
 
 @pytest.mark.parametrize("layout", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
-def test_capacity_is_the_minimum_over_all_ranks_also_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
+def test_capacity_is_the_minimum_over_all_ranks_even_after_a_suspend(layout: Layout, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.capacities, layout, "M*M*", [40, 30], [9, 12], [5, 4])
     num_live = 4
     assert first == second
     assert first[0] == first[1] == (30, first[0][1], 9 + num_live, num_live)
 
 
-def test_stage_without_a_layer_type_does_not_limit_its_capacity(worlds: Worlds) -> None:
+def test_pipeline_stage_without_a_layer_type_does_not_limit_that_capacity(worlds: Worlds) -> None:
     outcomes = worlds.of(2).run(agreement_cases.capacities, PIPELINE, "MM*-", [7, 30], [9, 12], [4, 4])
     assert outcomes[0] == outcomes[1]
     blocks, _, slots, _ = outcomes[0][0]
@@ -38,7 +38,7 @@ def test_different_settings_raise_an_error_on_all_ranks(settings: list[dict], me
 @pytest.mark.parametrize(
     ("broken", "message"),
     [
-        ("no model", "TypeError: only a MambaModel can be served, found Linear"),
+        ("no model", "TypeError: model must be a MambaModel, found Linear"),
         ("sequence_parallel", "ValueError: sequence_parallel is True"),
         ("the part's modules", "ValueError: planted"),
         ("attention", "ValueError: planted"),
@@ -60,9 +60,9 @@ def test_build_error_on_one_rank_is_raised_on_all(broken: str, message: str, wor
     [
         (TENSOR, 1, "another block", "new KV blocks"),
         (TENSOR, 4, "another block", "new KV blocks"),
-        (TENSOR, 4, "another token", "tokens of the step"),
+        (TENSOR, 4, "another token", "scheduled tokens"),
         (TENSOR, 1, "another slot", "reserved states"),
-        (PIPELINE, 1, "another token", "tokens of the step"),
+        (PIPELINE, 1, "another token", "scheduled tokens"),
         (PIPELINE, 4, "another slot", "reserved states"),
     ],
 )
@@ -78,7 +78,7 @@ def test_error_names_the_first_decision_that_differs_between_ranks(
     assert 0 <= agreement_cases.STEPS_TOGETHER + num_steps - parted_at < every
 
 
-@pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, tokens of the step")])
+@pytest.mark.parametrize(("num_on_both", "other"), [(0, "nothing"), (1, "step 1, request 0, scheduled tokens")])
 def test_rank_that_lacks_a_request_is_detected(num_on_both: int, other: str, worlds: Worlds) -> None:
     first, second = worlds.of(2).run(agreement_cases.error_of_a_missing_request, TENSOR, num_on_both)
     assert first == second

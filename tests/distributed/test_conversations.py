@@ -21,7 +21,7 @@ TENSOR, PIPELINE, EXPERT = Layout(tensor=2), Layout(pipeline=2), Layout(expert=2
         pytest.param("qwen3_5-0", Layout(tensor=4), marks=pytest.mark.long),
     ],
 )
-def test_conversations_on_ranks_match_transformers(name: str, layout: Layout, worlds: Worlds) -> None:
+def test_conversations_on_several_ranks_match_transformers(name: str, layout: Layout, worlds: Worlds) -> None:
     size = layout.tensor * layout.pipeline * layout.expert
     outcomes = worlds.of(size).run(conversation_cases.skipped_tokens, name, layout)
     assert all(skipped == outcomes[0] for skipped in outcomes) and all(count > 0 for count in outcomes[0])

@@ -1,4 +1,4 @@
-"""The command under torchrun: one output, equal to that of one process, and one line per mistake."""
+"""The generate command under torchrun prints once, like a single process, and reports an error in one line."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""New weights for a sharded model: all ranks take the same ones, and none finds states of the old ones."""
+"""New weights for a sharded model: all ranks load the same version, and no rank reuses states of old weights."""
 
 import pytest
 
@@ -39,7 +39,7 @@ def test_all_ranks_load_new_weights_together(layout: Layout, resident_pools: boo
             (
                 (["12", "13"], "weights_version differs between the ranks of the model: ['12', '13']"),
                 ([None, "1"], "weights_version differs between the ranks of the model: ['0', '1']"),
-                (["1", 5], "weights_version is 5; it must be Unicode text"),
+                (["1", 5], "weights_version is 5; it must be a str that can be encoded as UTF-8"),
             )
         )
         for at, (name, layout) in enumerate((("tensor", TENSOR), ("pipeline", PIPELINE)))

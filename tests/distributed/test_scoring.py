@@ -1,4 +1,4 @@
-"""Ranks of a sharded model score prompts equally, and like the oracle."""
+"""All ranks of a sharded model give prompts the scores of the fp64 reference."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Random workloads over sharded models: tokens match the oracle, and plans are equal on all ranks at each step."""
+"""Random workloads on sharded models: tokens match the fp64 reference, and all ranks make equal plans in each step."""
 
 import os
 from collections import Counter
@@ -135,7 +135,7 @@ def test_ranks_make_the_same_plans_and_generate_the_reference_tokens(
 @pytest.mark.parametrize(
     ("layout", "num_graphs"), [(TENSOR, 3), pytest.param(PIPELINE, 0, marks=pytest.mark.long)], ids=name_of
 )
-def test_grammar_gives_the_same_tokens_on_all_ranks(
+def test_grammar_constrained_tokens_are_equal_on_all_ranks(
     layout: Layout, num_graphs: int, worlds: Worlds, totals: Totals
 ) -> None:
     first, *others = worlds.of(2).run(run_workloads, layout, "disturbed", 8, num_graphs, 1, "dense", True)

@@ -1,4 +1,4 @@
-"""On a rank: random workloads over a sharded model."""
+"""Functions that run on a rank: random workloads on a sharded model."""
 
 import random
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ def is_rank() -> bool:
 
 
 class SpawnedWorld:
-    """Ranks in their own processes, which live until `close`."""
+    """Ranks in their own processes, which run until `close`."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -105,7 +105,7 @@ class SpawnedWorld:
         return replies
 
     def _where(self, rank: int) -> str:
-        """Return the end of a rank's output, with the stacks of its threads last."""
+        """Return the last part of a rank's output, which ends with the stacks of its threads."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid, rank_process.TELL_WHERE)
         time.sleep(1.0)
@@ -129,7 +129,7 @@ class JoinedWorld:
         return replies
 
     def close(self) -> None:
-        """Leave the world."""
+        """Destroy this process's process groups."""
         if dist.is_initialized():
             dist.destroy_process_group()
 
@@ -150,13 +150,13 @@ class Worlds:
         return self._worlds[size]
 
     def close(self) -> None:
-        """Close them all."""
+        """Close all groups of ranks."""
         for world in self._worlds.values():
             world.close()
 
 
 def free_port() -> int:
-    """Return a free port."""
+    """Return a free TCP port."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

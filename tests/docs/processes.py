@@ -20,7 +20,7 @@ _READY = "serving "
 
 
 class BlockError(Exception):
-    """A block failed, or its output differs from the page."""
+    """Raised if a block fails or its output differs from the page."""
 
 
 class PythonWorker:
@@ -91,7 +91,7 @@ class ServerProcess:
         return "".join(self._printed)
 
     def wait_until_it_serves(self) -> None:
-        """Wait for the line with its address.
+        """Wait until the server prints the line with its address.
 
         Raises:
             BlockError: If it ends before that, or takes too long.

@@ -37,7 +37,7 @@ def blocks_to_run(page: Path, environment: str) -> list[Block]:
 
 @contextmanager
 def folder_like_repository() -> Iterator[Path]:
-    """Make a folder with links to the repository's files."""
+    """Create a folder with links to the repository's files, and return it."""
     with tempfile.TemporaryDirectory() as name:
         for entry in REPOSITORY.iterdir():
             if entry.name != ".git":
@@ -50,7 +50,7 @@ class BlockRunner:
 
     Args:
         environment: Variables of the processes.
-        port: That servers take, and clients go to, instead of the usual one.
+        port: Port that servers and clients use instead of the default port.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str], port: int = _USUAL_PORT) -> None:
@@ -126,13 +126,13 @@ class BlockRunner:
 
 
 def check_printed(block: Block, printed: str) -> None:
-    """Raise `BlockError` if `printed` is not what a block of kind "prints" says."""
+    """Raise `BlockError` if `printed` differs from the text of a block of kind "prints"."""
     if not matches(block.text, printed, times_vary="times vary" in block.values):
         raise BlockError(f"{block}: the page says\n{block.text}\nbut this was printed\n{printed}")
 
 
 def main() -> int:
-    """Run the blocks of the flags; return the exit status."""
+    """Run the blocks that the flags select, and return the exit status."""
     parser = argparse.ArgumentParser(description="Run the code blocks of the documentation as written.")
     parser.add_argument("--environment", choices=ENVIRONMENTS, required=True)
     parser.add_argument("--page", action="append", type=Path, help="default: the README and all pages of docs/")

@@ -1,4 +1,4 @@
-"""The README of benchmarks/ names every script and every table."""
+"""The README of benchmarks/ names every script and every file of results."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Every block of the documentation is run, or parsed if it states its needs."""
+"""Every code block in the documentation is run, or only parsed if its marker says that it needs other hardware."""
 
 import ast
 import importlib.util
@@ -17,7 +17,7 @@ PAGES = [pytest.param(page, id=page.name) for page in pages()]
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_code_fence_has_a_mark(page: Path) -> None:
+def test_every_code_block_has_a_valid_run_or_print_marker(page: Path) -> None:
     blocks = blocks_of(page)
     num_fences = len(re.findall(r"^\s*(?:```|~~~)", page.read_text(encoding="utf-8"), re.MULTILINE))
     assert num_fences == 2 * len(blocks), "a fence is not closed, is indented, or is not made of three backticks"
@@ -25,7 +25,7 @@ def test_every_code_fence_has_a_mark(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_every_comment_before_a_code_block_is_a_valid_mark(page: Path) -> None:
+def test_every_html_comment_is_the_marker_of_a_code_block(page: Path) -> None:
     comments = page.read_text(encoding="utf-8").count("<!--")
     assert comments == len(blocks_of(page))
 
@@ -62,7 +62,7 @@ def imported_modules(tree: ast.Module) -> set[str]:
     return found | {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module}
 
 
-def test_code_block_without_a_mark_raises_an_error(tmp_path: Path) -> None:
+def test_code_block_without_a_marker_raises_an_error(tmp_path: Path) -> None:
     page = REPOSITORY / "docs" / "page.md"
     bare = Block(page, 1, "bash", "true\n", "", ())
     assert error_of([bare], 0) is not None

@@ -1,4 +1,4 @@
-"""The Dockerfile and the Kubernetes manifest, as far as parsers can tell."""
+"""Static checks of the Dockerfile and the Kubernetes manifest."""
 
 import json
 import re
@@ -86,7 +86,7 @@ def test_image_has_flashinfer_kernels_for_its_flashinfer_release(index: str, sta
     assert asked == (expected if index else "")
 
 
-def test_image_runs_the_server_unprivileged() -> None:
+def test_image_runs_the_server_as_an_unprivileged_user() -> None:
     assert argument("USER") not in ("0", "root")
     names = [name for name, _ in instructions()]
     assert names.index("USER") > max(index for index, name in enumerate(names) if name in ("COPY", "RUN"))
@@ -124,7 +124,7 @@ def test_grace_period_exceeds_pre_stop_hook_and_drain() -> None:
     assert liveness["periodSeconds"] * liveness["failureThreshold"] > drain
 
 
-def test_pod_is_not_root_and_has_a_gpu_and_shared_memory() -> None:
+def test_pod_runs_as_non_root_with_a_gpu_and_shared_memory() -> None:
     assert pod()["securityContext"]["runAsNonRoot"] is True
     assert str(pod()["securityContext"]["runAsUser"]) == argument("USER")
     assert container()["resources"]["limits"]["nvidia.com/gpu"] == 1

@@ -1,4 +1,4 @@
-"""Links, flags, defaults and names of the documentation exist."""
+"""Links, flags, defaults and names in the documentation match the code."""
 
 import ast
 import functools
@@ -68,7 +68,7 @@ def anchors_of(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_readme_has_a_maximum_length() -> None:
+def test_readme_does_not_exceed_its_maximum_length() -> None:
     assert len(README.read_text(encoding="utf-8").splitlines()) <= MOST_LINES
 
 
@@ -96,7 +96,7 @@ def test_every_flag_in_the_documentation_exists(page: Path) -> None:
     assert set(FLAG.findall(page.read_text(encoding="utf-8"))) <= known
 
 
-def test_flags_of_other_programs_are_used_and_not_ours() -> None:
+def test_flags_of_other_programs_are_documented_and_differ_from_our_flags() -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages())
     foreign = set().union(*FOREIGN.values())
     assert foreign <= set(FLAG.findall(text))
@@ -145,7 +145,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def prose_of_the_maps() -> str:
-    """Return the text of the pages that name modules."""
+    """Return the text of the architecture pages, which name modules."""
     return "\n".join(map(prose_of, MAPS))
 
 
@@ -155,7 +155,7 @@ def paths_of(prose: str) -> set[str]:
     return {name for name in names if name.endswith((".py", "/")) or name.startswith(("tests/", "docs/"))}
 
 
-def test_architecture_page_has_a_maximum_number_of_words() -> None:
+def test_architecture_page_does_not_exceed_its_word_limit() -> None:
     assert len(ARCHITECTURE.read_text(encoding="utf-8").splitlines()) <= MOST_LINES_OF_THE_MAP
 
 

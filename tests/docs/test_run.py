@@ -49,7 +49,7 @@ def asks_a_server(page: Path) -> bool:
 
 
 def served_by(page: Path) -> list[str]:
-    """Return the blocks of a page that start servers; pages of the same ones can share a server."""
+    """Return the blocks of a page that start servers; pages with equal blocks can share a server."""
     return [without_pip(block.text) for block in blocks_of(page) if block.serves]
 
 
@@ -91,7 +91,7 @@ def test_every_code_block_on_the_page_prints_its_output(page: Path, environment:
 
 
 def block(kind: str, language: str, text: str, *values: str) -> Block:
-    """Return a block of an imaginary page."""
+    """Return a code block that is not on any page."""
     return Block(REPOSITORY / "docs" / "page.md", 1, language, text, kind, values)
 
 

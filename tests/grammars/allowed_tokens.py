@@ -1,4 +1,4 @@
-"""The tokens that a grammar allows after each token of a reply, in the vocabulary of `PieceTokenizer`."""
+"""Compute the tokens that a grammar allows at each position of a reply, in the vocabulary of `PieceTokenizer`."""
 
 from collections.abc import Sequence
 
@@ -26,6 +26,6 @@ def allowed_tokens(grammar: str, generated: Sequence[int], vocab_size: int) -> T
 
 
 def tokens_of_mask(mask: bytes, vocab_size: int) -> list[int]:
-    """Return the tokens that a bit mask allows, in order."""
+    """Return the ids of the tokens that a bit mask allows, in ascending order."""
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")
     return [int(token) for token in np.flatnonzero(bits[:vocab_size])]

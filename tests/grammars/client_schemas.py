@@ -1,4 +1,4 @@
-"""JSON schemas as clients write them: tool servers (MCP), zod 3 and zod 4, with our own names and texts."""
+"""Random JSON schemas in the style of clients: MCP tool servers, zod 3 and zod 4, with our own names and texts."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ Writer = Callable[[Random, int], Schema]
 
 
 def mcp_schema(random: Random) -> Schema:
-    """Return the `inputSchema` of a tool."""
+    """Return a random `inputSchema` of an MCP tool."""
     if random.random() < 0.05:
         return {"type": "object", "properties": {}}
     schema = _object(random, _DEPTH, _MCP)
@@ -55,12 +55,12 @@ def mcp_schema(random: Random) -> Schema:
 
 
 def zod_3_schema(random: Random) -> Schema:
-    """Return an object's schema as written by zod-to-json-schema for zod 3."""
+    """Return a random object schema as zod-to-json-schema generates it from zod 3."""
     return {**_object(random, _DEPTH, _ZOD_3, is_closed=True), "$schema": DRAFT_7}
 
 
 def zod_4_schema(random: Random) -> Schema:
-    """Return a schema as written by `z.toJSONSchema` of zod 4."""
+    """Return a random schema as `z.toJSONSchema` of zod 4 generates it."""
     schema = {"$schema": DRAFT_2020, **_object(random, _DEPTH, _ZOD_4, is_closed=True)}
     if random.random() < 0.2:
         lazy = {"type": "object", "properties": {"id": {"type": "string"}}, "additionalProperties": False}

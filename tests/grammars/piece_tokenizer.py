@@ -1,4 +1,4 @@
-"""A tokenizer for tests of grammars: bytes, pieces of JSON text that cross JSON tokens, and special tokens."""
+"""Tokenizer for tests of grammars, with bytes, special tokens, and pieces of text that cross JSON token boundaries."""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ _PIECES = (
 
 
 class PieceTokenizer:
-    """Ids: 0 to 255 are bytes, then special tokens, then pieces; the rest of the vocabulary has no text."""
+    """Tokenizer whose ids are 256 bytes, then special tokens, then pieces of text; further ids have no text."""
 
     bos = None
     eod = END
@@ -29,7 +29,7 @@ class PieceTokenizer:
 
     @property
     def special_ids(self) -> Collection[int]:
-        """Tokens without text."""
+        """Ids of the special tokens."""
         return _SPECIAL.keys()
 
     def id_of(self, text: str) -> int | None:
@@ -42,7 +42,7 @@ class PieceTokenizer:
         return special.encode() if special is not None else self._bytes.get(token)
 
     def tokenize(self, text: str) -> list[int]:
-        """Return the longest tokens that spell the text."""
+        """Return the ids of a text, by greedy longest match."""
         found, rest = [], text.encode()
         while rest:
             token = next(token for token in self._longest_first if rest.startswith(self._bytes[token]))
@@ -56,7 +56,7 @@ class PieceTokenizer:
         return b"".join(self.bytes_of(token) or b"" for token in known).decode(errors="replace")
 
     def detokenizer(self, shown: Collection[str] | None) -> Callable[[list[int]], str]:
-        """Return a `detokenize` that shows these special tokens; None shows all."""
+        """Return a `detokenize` function that keeps these special tokens in the text; None keeps all."""
 
         def detokenize(tokens: list[int]) -> str:
             kept = [t for t in tokens if t not in _SPECIAL or shown is None or _SPECIAL[t] in shown]

@@ -1,4 +1,4 @@
-"""Random pydantic models, whose schemas pydantic generates."""
+"""Random pydantic models, to test the schemas that pydantic generates from them."""
 
 # ruff: noqa: UP045  # kinds that are values can only be made optional so
 
@@ -15,7 +15,7 @@ NAMES = ("name", "size", "tags", "parent", "score", "when", "options", "kind_of"
 
 
 class Color(Enum):
-    """A choice of texts."""
+    """Enum of strings."""
 
     RED = "red"
     BLUE = "blue"
@@ -23,21 +23,21 @@ class Color(Enum):
 
 
 class Level(int, Enum):
-    """A choice of numbers."""
+    """Enum of numbers."""
 
     LOW = 1
     HIGH = 2
 
 
 class Cat(BaseModel):
-    """One kind of animal, whose tag has a default."""
+    """Member of a discriminated union, whose tag has a default value."""
 
     kind: Literal["cat"] = "cat"
     lives: int = Field(default=9, ge=0, le=9)
 
 
 class Dog(BaseModel):
-    """Another kind of animal."""
+    """Second member of the discriminated union."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -54,14 +54,14 @@ class Tree(BaseModel):
 
 
 class Text(BaseModel):
-    """The end of an expression."""
+    """Leaf of an expression tree."""
 
     op: Literal["text"]
     value: str
 
 
 class Join(BaseModel):
-    """A node of an expression: the union of both is one of its fields."""
+    """Inner node of an expression tree; its children are leaves or inner nodes."""
 
     op: Literal["join"] = "join"
     parts: list[Annotated["Text | Join", Field(discriminator="op")]] = Field(max_length=2)
@@ -82,7 +82,7 @@ _DEPTH = 2
 
 
 def random_model(random: Random) -> type[BaseModel]:
-    """Return a model of 1 to 9 fields."""
+    """Return a random model with 1 to 9 fields."""
     fields: dict[str, Any] = {}
     for name in random.sample(NAMES, random.randint(1, 9)):
         kind = _kind(random, _DEPTH)

@@ -1,4 +1,4 @@
-"""Random replies allowed by a grammar, of `PieceTokenizer`'s tokens, which are led to their end after a while."""
+"""Random replies that a grammar allows, in tokens of `PieceTokenizer`; after some tokens, they are led to an end."""
 
 from collections.abc import Sequence
 from random import Random
@@ -7,22 +7,22 @@ from typing import Any
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 
 _MOST = 4000
-_VALUES = b"n0tf["  # how the shortest values begin
+_VALUES = b"n0tf["  # first characters of the shortest JSON values
 _CLOSING_TAG = b"\n</parameter>\n"
 
 
 class StuckReplyError(AssertionError):
-    """A reply that its grammar allows neither to continue nor to end."""
+    """Error for a reply that cannot end: the grammar allows no token, or the end is not reached."""
 
 
 def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length: int) -> str:
-    """Return the text of a reply that ends soon after a number of tokens.
+    """Return the text of a random reply that ends soon after `length` tokens.
 
     Args:
-        matcher: At a grammar's start.
+        matcher: New matcher, which has consumed no token.
 
     Raises:
-        StuckReplyError: If no token is allowed before the end, or the end is not reached.
+        StuckReplyError: If the grammar allows no token before the end, or the end is not reached.
     """
     reply = _Reply()
     for step in range(_MOST):
@@ -30,7 +30,7 @@ def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length
         if matcher.is_error() or not allowed:
             reason = matcher.get_error()[:300]
             raise StuckReplyError(f"after {reply.data!r}: {reason}")
-        if reply.ends_with_number:  # of few digits: JSON allows numbers beyond float64
+        if reply.ends_with_number:  # keep numbers short, because JSON allows numbers beyond float64
             short = [t for t in allowed if t == END or b"e" not in (tokenizer.bytes_of(t) or b"").lower()]
             allowed = short or allowed
         tokens = [random.choice(allowed)] if step < length else _towards_end(matcher, allowed, reply, random)
@@ -42,7 +42,7 @@ def random_reply(matcher: Any, random: Random, tokenizer: PieceTokenizer, length
 
 
 class _Reply:
-    """The bytes of a reply, and True if they end inside a JSON string."""
+    """Bytes of a reply so far, and True if they end inside a JSON string."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -51,13 +51,13 @@ class _Reply:
 
     @property
     def ends_with_number(self) -> bool:
-        """True if the last byte is a digit outside of strings."""
+        """True if the last byte is a digit outside a string."""
         return not self.is_in_string and self.data[-1:].isdigit()
 
     def add(self, data: bytes) -> None:
         self.data += data
         if data == _CLOSING_TAG:
-            self.is_in_string = False  # a quote in plain text began none
+            self.is_in_string = False  # a quote in plain text does not start a string
         for byte in data:
             if self._is_escaped:
                 self._is_escaped = False
@@ -73,7 +73,7 @@ def _allowed(matcher: Any, vocab_size: int) -> list[int]:
 
 
 def _towards_end(matcher: Any, allowed: Sequence[int], reply: _Reply, random: Random) -> list[int]:
-    """Return tokens that lead to the end, if some are known; otherwise any one, preferably of printable text."""
+    """Return tokens that lead to the end if known, otherwise one allowed token, preferably with printable text."""
     if END in allowed:
         return [END]
     for tag in (_CLOSING_TAG, b"</function>\n</tool_call>"):

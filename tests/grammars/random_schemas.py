@@ -1,4 +1,4 @@
-"""Random JSON schemas whose documents are short: nested, with enums, patterns, references and bounds."""
+"""Random JSON schemas with short values: nested, with enums, patterns, references and bounds."""
 
 from collections.abc import Callable
 from random import Random
@@ -12,7 +12,7 @@ _DEPTH = 3
 
 
 def random_schema(random: Random) -> dict[str, Any]:
-    """Return a schema whose documents are values of any kind, a few hundred bytes at most."""
+    """Return a schema for JSON values of a random type, with at most a few hundred bytes."""
     made = _SchemaMaker(random)
     schema = made.schema(_DEPTH)
     return {**schema, "$defs": made.definitions} if made.definitions else schema
@@ -50,7 +50,7 @@ class _SchemaMaker:
             bounds = {"exclusiveMinimum": low - 1, "exclusiveMaximum": low + 12}
         elif self._random.random() < 0.1:
             low = self._random.randrange(-(2**62), 2**62)
-            bounds = {"minimum": low, "exclusiveMaximum": low + 4096}  # some float64 are in between
+            bounds = {"minimum": low, "exclusiveMaximum": low + 4096}  # there are float64 values between the bounds
         return {"type": "integer", **bounds}
 
     def _number(self) -> dict[str, Any]:
@@ -93,7 +93,7 @@ class _SchemaMaker:
         return {"anyOf": [self.schema(depth) for _ in range(self._random.randrange(1, 4))]}
 
     def _reference(self, depth: int) -> dict[str, Any]:
-        """Return a reference to a complete definition: no document is endless or impossible."""
+        """Return a reference to a definition that finite values satisfy."""
         if not self.definitions or (len(self.definitions) < 3 and self._random.random() < 0.5):
             made = self.schema(depth)
             self.definitions[f"d{len(self.definitions)}"] = made

@@ -1,4 +1,4 @@
-"""Each schema like those of clients is enforced in every reply, or refused in one line before it."""
+"""Each client-like schema is either enforced in every reply, or refused before the reply with a one-line error."""
 
 import json
 from random import Random
@@ -24,7 +24,7 @@ def grammars() -> Grammars:
 
 
 def check_held(schema: dict[str, Any], grammars: Grammars, seed: int) -> bool:
-    """Check that a schema is enforced in 3 replies, or refused by name; return True if it is enforced."""
+    """Check that 3 replies satisfy a schema, or that its error names a keyword; return True if it is enforced."""
     grammar = forms.json_grammar(schema).text
     error = grammars.error_of(grammar)
     if error is not None:
@@ -110,7 +110,10 @@ def test_random_replies_end_and_satisfy_their_schema(name: str, grammars: Gramma
 BAD = {"minItems": 3, "maxItems": 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "unique texts": (of(a={"type": "array", "items": TEXT, "uniqueItems": True}), "properties.a: uniqueItems"),
-    "many orders": ({"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True}, "uniqueItems of 9 values"),
+    "many orders": (
+        {"type": "array", "items": {"enum": [*range(9)]}, "uniqueItems": True},
+        "uniqueItems with 9 values",
+    ),
     "overlap": (of(a={"oneOf": [TEXT, {"const": "a"}]}), "properties.a: oneOf cannot be enforced"),
     "numbers overlap": (
         {"oneOf": [{"type": "integer"}, {"type": "number"}]},
@@ -119,7 +122,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "look-ahead": (of(a={"type": "string", "pattern": "^(?!x).*$"}), "properties.a: the pattern '^(?!x).*$' has"),
     "class of POSIX": ({"type": "string", "pattern": "^[[:alpha:]]$"}, "the pattern has '[:alpha:]', which"),
     "class of Java": (of(a={**TEXT, "pattern": "^[a-z&&[^b]]$"}), "properties.a: the pattern has '&&', which"),
-    "an end inside": ({"type": "string", "pattern": "a$b"}, "the pattern /a$b/ has `^`, `$` or the end of a word"),
+    "an end inside": ({"type": "string", "pattern": "a$b"}, "the pattern /a$b/ has `^`, `$` or a word boundary"),
     "index": ({"anyOf": [ONE, {"$ref": f"#/anyOf/{'1' * 5000}"}]}, "$ref names"),
     "word ends": ({"type": "string", "pattern": r"\bfoo\b"}, "has lookahead or lookbehind"),
     "if": ({"anyOf": [{"if": TEXT, "then": False}]}, "anyOf.0: if cannot be enforced"),
@@ -142,7 +145,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_schema_errors_name_the_location_but_no_library_setting(name: str, grammars: Grammars) -> None:
+def test_schema_errors_name_the_location_and_no_llguidance_setting(name: str, grammars: Grammars) -> None:
     schema, words = REFUSED[name]
     error = grammars.error_of(forms.json_grammar(schema).text)
     assert error is not None and words in error and not any(word in error for word in LIBRARY_WORDS), error

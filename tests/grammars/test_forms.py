@@ -1,4 +1,4 @@
-"""Grammars as text: the replies they allow, and refusals with a reason."""
+"""Grammars allow exactly the replies that they describe; unsupported ones are refused with a reason."""
 
 import json
 import re
@@ -76,7 +76,7 @@ def test_undefined_string_formats_in_a_schema_are_ignored(schema: dict[str, Any]
 
 
 @pytest.mark.parametrize("names", [True, {}, {"type": "string"}])
-def test_schema_rule_that_allows_any_property_name_is_ignored(names: Any, grammars: Grammars) -> None:
+def test_property_names_keyword_that_allows_every_name_is_ignored(names: Any, grammars: Grammars) -> None:
     schema = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
     assert accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"any name": 1}'))
     assert not accepts(grammars, forms.json_grammar(schema), TOKENIZER.tokenize('{"any name": "x"}'))
@@ -127,7 +127,7 @@ def test_json_grammar_accepts_only_texts_that_satisfy_the_schema(case: int, gram
 
 
 @given(bound=st.integers(-(2**66), 2**66), word=st.sampled_from(["minimum", "maximum"]), exclusive=st.booleans())
-def test_schema_bounds_beyond_double_precision_are_only_tightened(bound: int, word: str, exclusive: bool) -> None:
+def test_schema_bounds_beyond_float64_precision_are_only_tightened(bound: int, word: str, exclusive: bool) -> None:
     name = f"exclusive{word.capitalize()}" if exclusive else word
     schema: dict[str, Any] = {"type": "integer", name: bound}
     narrow(schema)
@@ -222,7 +222,7 @@ def test_invalid_grammar_is_refused(text: str, reason: str, grammars: Grammars) 
     assert error is not None and reason in error
 
 
-def test_compiled_grammars_are_cached_up_to_a_size() -> None:
+def test_compiled_grammars_are_cached_up_to_a_total_size() -> None:
     grammars = Grammars(TOKENIZER.vocab_size)
     grammars.read(TOKENIZER)
     first = forms.json_grammar({"type": "integer"}).text
@@ -255,6 +255,6 @@ def test_vocabulary_without_an_end_token_is_refused() -> None:
         grammars.matcher(forms.choice_grammar(["a"]).text)
 
 
-def test_grammar_text_is_json() -> None:
+def test_grammar_is_serialized_as_json() -> None:
     grammar = forms.sequence(forms.choice_grammar(["é"]), forms.json_grammar({"type": "null"}))
     assert [list(part) for part in json.loads(grammar.text)["grammars"]] == [["lark_grammar"], ["name", "json_schema"]]

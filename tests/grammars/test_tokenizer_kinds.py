@@ -1,4 +1,4 @@
-"""Replies follow grammars with tokenizers of every kind."""
+"""Replies follow grammars with every kind of tokenizer."""
 
 import json
 import random
@@ -43,7 +43,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 
 def saved(directory: Path, kind: str, ends: str) -> HuggingFaceTokenizer:
-    """Return a kind's tokenizer, for a model with a larger vocabulary."""
+    """Return a saved and reloaded tokenizer of this kind, for a model with a larger vocabulary."""
     save_kind(directory, kind, ends)
     found = load_tokenizer(directory, size_of(directory) + 3)
     assert found is not None
@@ -51,7 +51,7 @@ def saved(directory: Path, kind: str, ends: str) -> HuggingFaceTokenizer:
 
 
 def reply_of(tokenizer: HuggingFaceTokenizer, grammars: Grammars, grammar: str, seed: int) -> str:
-    """Return the text of a reply of random allowed tokens after a prompt."""
+    """Return the text of a reply to a prompt, made of random tokens that the grammar allows."""
     matcher, rng, tokens = grammars.matcher(grammar), random.Random(seed), list[int]()
     while not matcher.is_stopped():
         mask = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
@@ -74,7 +74,7 @@ def grammars_of(tokenizer: HuggingFaceTokenizer) -> Grammars:
 
 
 def replies(tokenizer: HuggingFaceTokenizer, grammar: forms.Grammar | str, count: int) -> list[str]:
-    """Return the texts of replies that follow a grammar, for seeds from 0 on."""
+    """Return the texts of `count` replies that follow a grammar, with seeds 0, 1, ..."""
     grammars = grammars_of(tokenizer)
     text = grammar if isinstance(grammar, str) else grammar.text
     assert grammars.error_of(text) is None
@@ -94,7 +94,7 @@ def test_replies_match_their_regular_expression(tokenizer: HuggingFaceTokenizer)
             assert re.fullmatch(pattern, reply), (pattern, reply)
 
 
-def test_replies_are_one_of_the_choices_from_their_first_character(tokenizer: HuggingFaceTokenizer) -> None:
+def test_replies_are_exactly_one_of_the_choices(tokenizer: HuggingFaceTokenizer) -> None:
     choices = [text for text in CHOICES if can_write(tokenizer, text)]
     found = set(replies(tokenizer, forms.choice_grammar(choices), 24))
     assert found <= set(choices) and " no, it is" in found and len(found) >= 3
@@ -106,12 +106,12 @@ def texts_of(tokenizer: HuggingFaceTokenizer) -> frozenset[bytes | None]:
 
 
 def can_write(tokenizer: HuggingFaceTokenizer, text: str) -> bool:
-    """Return True if each character of a text is a token, or each byte is."""
+    """Return True if the vocabulary has a token for each character of a text, or for each byte."""
     known = texts_of(tokenizer)
     return all(c.encode() in known or all(bytes([byte]) in known for byte in c.encode()) for c in text)
 
 
-def test_replies_with_a_required_tool_call_are_one_valid_call(tokenizer: HuggingFaceTokenizer) -> None:
+def test_replies_with_a_required_tool_call_are_one_valid_tool_call(tokenizer: HuggingFaceTokenizer) -> None:
     syntax = ReplySyntax("hermes")
     form = FormMaker(syntax, tokenizer).chat(None, ChosenTools("required", TOOLS), may_call_several=False)
     assert form is not None
@@ -124,7 +124,7 @@ def test_replies_with_a_required_tool_call_are_one_valid_call(tokenizer: Hugging
         assert call["name"] == "get_weather" and set(call["arguments"]) == {"city", "days", "unit"}
 
 
-def test_token_bytes_equal_what_the_token_adds_to_a_text(tokenizer: HuggingFaceTokenizer) -> None:
+def test_bytes_of_a_token_equal_the_text_that_it_decodes_to(tokenizer: HuggingFaceTokenizer) -> None:
     rng = random.Random(1)
     start = tokenizer.tokenize("x", add_special_tokens=False)
     before = tokenizer.detokenize(start, skip_special_tokens=False)
@@ -134,7 +134,7 @@ def test_token_bytes_equal_what_the_token_adds_to_a_text(tokenizer: HuggingFaceT
         found = tokenizer.detokenize([*start, *tokens], skip_special_tokens=False)
         try:
             assert found == before + text.decode(), tokens
-        except UnicodeDecodeError:  # how many U+FFFD stand for broken bytes differs between decoders
+        except UnicodeDecodeError:  # decoders differ in the number of U+FFFD for invalid bytes
             assert "\ufffd" in found, tokens
 
 
@@ -158,14 +158,14 @@ def test_text_of_a_single_choice_is_generated_exactly(tokenizer: HuggingFaceToke
 
 
 @pytest.mark.parametrize("text", ["x </s>", "<s>", "<|im_start|>a"])
-def test_special_token_name_is_plain_text_in_a_grammar(text: str, tmp_path: Path) -> None:
+def test_special_token_name_in_a_grammar_is_matched_as_plain_text(text: str, tmp_path: Path) -> None:
     for number, kind in enumerate(("byte-level BPE", "SentencePiece BPE", "unigram with bytes")):
         tokenizer = saved(tmp_path / str(number), kind, "both")
         assert replies(tokenizer, forms.choice_grammar([text]), 2) == [text, text]
 
 
 @pytest.mark.parametrize("kind", ["unigram", "unigram, never", "unigram with bytes", "SentencePiece BPE"])
-def test_text_that_the_vocabulary_cannot_write_is_refused_early(kind: str, tmp_path: Path) -> None:
+def test_text_that_the_vocabulary_cannot_encode_is_refused_early(kind: str, tmp_path: Path) -> None:
     tokenizer = saved(tmp_path, kind, "begin")
     named = {"type": "object", "properties": {"a日": {"type": "null"}}, "required": ["a日"]}
     named["additionalProperties"] = False
@@ -202,12 +202,12 @@ def test_character_missing_from_the_vocabulary_is_refused_early(
         error = grammars_of(tokenizer).error_of(grammar.text)
         assert error is not None and f"the model has no token for {missing!r}" in error and len(error.splitlines()) == 1
     assert set(replies(tokenizer, forms.choice_grammar(["a", "lazy dog"]), 8)) == {"a", "lazy dog"}
-    expression = forms.regex_grammar('("[^]{:\n4]|a)b')  # says what may be missing, but needs none of it
+    expression = forms.regex_grammar('("[^]{:\n4]|a)b')  # it contains missing characters, but does not need them
     assert all(reply[-1] == "b" for reply in replies(tokenizer, expression, 4))
 
 
 def saved_without(directory: Path, missing: str, *added: str) -> HuggingFaceTokenizer:
-    """Return a unigram tokenizer without the pieces that contain this text, but with others."""
+    """Return a unigram tokenizer without the pieces that contain `missing`, but with the pieces `added`."""
     state = json.loads(KINDS["unigram"].make().to_str())
     kept = [scored for scored in state["model"]["vocab"] if missing not in scored[0]]
     state["model"]["vocab"] = kept + [[piece, -10.0] for piece in added]
@@ -232,7 +232,7 @@ def save_byt5(directory: Path) -> None:
 
 
 def save_old_files(directory: Path) -> None:
-    """Write byte-level BPE as `vocab.json` and `merges.txt`, like GPT-2."""
+    """Write a byte-level BPE tokenizer as `vocab.json` and `merges.txt`, as for GPT-2."""
     save_kind(directory, "byte-level BPE", "plain")
     model = Tokenizer.from_file(str(directory / "tokenizer.json")).model
     (directory / "tokenizer.json").unlink()
@@ -243,7 +243,9 @@ def save_old_files(directory: Path) -> None:
 
 
 @pytest.mark.parametrize("save", [save_byt5, save_old_files])
-def test_tokenizers_loaded_by_transformers_follow_grammars(save: Callable[[Path], None], tmp_path: Path) -> None:
+def test_replies_follow_grammars_with_tokenizers_loaded_by_transformers(
+    save: Callable[[Path], None], tmp_path: Path
+) -> None:
     save(tmp_path)
     assert not (tmp_path / "tokenizer.json").exists()
     tokenizer = load_tokenizer(tmp_path, 1000)
@@ -256,7 +258,7 @@ def test_tokenizers_loaded_by_transformers_follow_grammars(save: Callable[[Path]
 
 
 class Beginning:
-    """A tokenizer of another package that adds a token before and after each text."""
+    """Tokenizer of another package, which adds a special token before and after each text."""
 
     eod, bos, special_ids, vocab_size = 256, 257, (257,), 258
 
@@ -267,7 +269,7 @@ class Beginning:
         return bytes([token]) if token < 256 else None
 
 
-def test_forced_text_contains_no_special_tokens() -> None:
+def test_text_forced_by_a_grammar_is_encoded_without_special_tokens() -> None:
     grammars, text = Grammars(Beginning.vocab_size), "größe\n"
     grammars.read(Beginning())
     matcher, forced = grammars.matcher(forms.choice_grammar([text]).text), list(text.encode())

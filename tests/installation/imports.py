@@ -20,7 +20,7 @@ class Import:
     Args:
         target: Its dotted name; that of `from a import b` is a.b, which may also be a name in a.
         extra: That its function or class has checked with `require_extra`; "" for what has to be there.
-        is_optional: True if the importing code handles its absence.
+        is_optional: True if the importing code handles a missing module.
     """
 
     target: str

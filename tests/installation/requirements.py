@@ -55,7 +55,7 @@ class Environment:
 
     Args:
         extras: In addition to the base install.
-        entries: Modules where what is started begins.
+        entries: Modules in which the programs start.
         followed: Extras whose guarded imports are reached.
     """
 
@@ -148,7 +148,7 @@ def _lists() -> dict[str, list[Requirement]]:
 
 
 def missing(found: Declared) -> list[str]:
-    """Return missing requirements of environments, each as a sentence."""
+    """Return one sentence for each requirement that an environment lacks."""
     complaints = []
     for name, environment in environments().items():
         available = found[""].union(*(found[extra] for extra in environment.extras))

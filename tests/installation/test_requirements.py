@@ -22,11 +22,11 @@ def test_imports_without_a_requirement_are_detected(extra: str, name: str) -> No
     assert complaints
 
 
-def test_doctor_names_every_extra_except_client_extras() -> None:
+def test_doctor_lists_every_extra_except_those_of_client_scripts() -> None:
     assert set(EXTRAS) == {extra for extra in declared() if extra and not extra.startswith("client-")}
 
 
-def test_each_client_script_has_an_environment() -> None:
+def test_every_client_script_and_every_client_extra_is_listed() -> None:
     assert {path.name for path in SCRIPTS.glob("with_*")} == set(CLIENTS)
     extras = {client.environment for client in CLIENTS.values()} - {NODE, ""}
     assert extras == {extra for extra in declared() if extra.startswith("client-")}

@@ -15,7 +15,7 @@ NAMES = ("q", "k", "v", "b", "a")
 
 @dataclass(frozen=True, slots=True)
 class DeltaShape:
-    """Sizes of a layer."""
+    """Dimensions of a layer."""
 
     key_heads: int = 2
     value_heads: int = 4

@@ -1,4 +1,4 @@
-"""Expert layers with random weights, and random choices of experts."""
+"""Expert layers with random weights, and random routing."""
 
 import torch
 import torch.nn.functional as F

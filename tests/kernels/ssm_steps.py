@@ -11,7 +11,7 @@ from megatron_mamba_cache.recurrences.mamba2.inputs import NO_LIMIT, SSMTokens, 
 
 @dataclass(frozen=True, slots=True)
 class SSMShape:
-    """Sizes of a layer."""
+    """Dimensions of a layer."""
 
     heads: int = 4
     head_dim: int = 5

@@ -231,7 +231,7 @@ def test_align_copy_handles_odd_sizes(
 
 @both_ops
 @pytest.mark.parametrize("gap", [1, 8])
-def test_align_copy_keeps_the_bytes_between_strided_states(gap: int, op: Op, device: str) -> None:
+def test_align_copy_does_not_change_bytes_between_strided_states(gap: int, op: Op, device: str) -> None:
     conv_buffer = torch.randn(NUM_LAYERS, 12, 8, 40 + gap, device=device).bfloat16()
     ssm_buffer = torch.randn(NUM_LAYERS, 12, 24 + gap, device=device)
     conv, ssm = conv_buffer[:, :, :7, gap:], ssm_buffer[:, :, gap:].unflatten(2, (2, 3, 4))
@@ -268,7 +268,7 @@ def test_align_copy_moves_tensors_of_several_groups_in_one_launch(
 
 
 @both_ops
-def test_align_copy_keeps_the_bits_of_nan(op: Op, device: str) -> None:
+def test_align_copy_preserves_the_bits_of_nan(op: Op, device: str) -> None:
     pools = make_pools(device, 6)
     pools.ssm.view(torch.int32)[:, 2, 0, 0, :2] = torch.tensor([0x7F800001, -1], device=device, dtype=torch.int32)
     check_op(op, pools, crossing_rows(1, shift=2))
@@ -276,7 +276,7 @@ def test_align_copy_keeps_the_bits_of_nan(op: Op, device: str) -> None:
 
 @both_ops
 @pytest.mark.parametrize("accepted_dtype", [torch.int32, torch.int64])
-def test_align_copy_accepts_counts_of_int32_or_int64(accepted_dtype: torch.dtype, op: Op, device: str) -> None:
+def test_align_copy_accepts_int32_and_int64_counts(accepted_dtype: torch.dtype, op: Op, device: str) -> None:
     rows = crossing_rows(2, shift=3)
     pools = make_pools(device, 12)
     expected = pools.planned(rows, BLOCK, WINDOW_LEN)
@@ -285,7 +285,7 @@ def test_align_copy_accepts_counts_of_int32_or_int64(accepted_dtype: torch.dtype
 
 
 @pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
-def test_align_copy_moves_the_same_bytes_with_every_tiling(tiling: CopyTiling, device: str) -> None:
+def test_align_copy_result_does_not_depend_on_the_tiling(tiling: CopyTiling, device: str) -> None:
     rows = crossing_rows(3, shift=2)
     pools = make_pools(device, 18, conv_dim=12, ssm_shape=(2, 5, 8))
     expected = pools.planned(rows, BLOCK, 1)

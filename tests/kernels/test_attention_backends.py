@@ -85,7 +85,7 @@ class Step:
 # Choice of the backend for a model.
 
 
-def test_every_attention_setting_has_exactly_one_backend() -> None:
+def test_attention_settings_are_auto_and_the_names_of_the_backends() -> None:
     assert {"auto", *(backend.setting for backend in BACKENDS)} == set(CacheConfig.RULES["attention_backend"])
 
 
@@ -95,7 +95,7 @@ def test_attention_uses_the_reference_on_a_cpu(setting: str) -> None:
 
 
 @pytest.mark.parametrize("setting", ["flash-attn", "flashinfer", "torch-varlen"])
-def test_unavailable_attention_backend_is_refused_with_the_remedy(setting: str) -> None:
+def test_error_for_unavailable_attention_backend_says_how_to_fix_it(setting: str) -> None:
     with pytest.raises(ValueError, match=f"attention_backend '{setting}' cannot.*set --attention-backend to auto"):
         choose_attention(setting, shape_of())
 
@@ -139,7 +139,7 @@ def test_reference_attention_backend_equals_the_reference_op(device: str) -> Non
 
 
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
-def test_page_lists_have_each_kv_block_of_requests_with_queries(mix: Mix) -> None:
+def test_page_lists_contain_every_kv_block_of_requests_with_query_tokens(mix: Mix) -> None:
     shape = shape_of(num_heads=1, num_kv_heads=1, head_dim=1)
     step = Step(mix, shape)
     lists = page_lists(step.rows, BLOCK)
@@ -182,7 +182,7 @@ def stand_in_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("stand_in_libraries")
 @pytest.mark.parametrize("mix", MIXES.values(), ids=MIXES.keys())
 @pytest.mark.parametrize("built", BACKENDS[:-1], ids=lambda built: built.name)
-def test_attention_backend_passes_its_library_correct_arguments(mix: Mix, built: BackendClass) -> None:
+def test_attention_backend_passes_correct_arguments_to_its_library(mix: Mix, built: BackendClass) -> None:
     torch.manual_seed(0)
     shape = shape_of(num_heads=4, head_dim=8)
     step = Step(mix, shape, num_padding_tokens=1)
@@ -241,7 +241,7 @@ def test_other_libraries_refuse_an_fp8_kv_cache_with_the_remedy(setting: str) ->
 
 @dataclass(frozen=True)
 class Captured:
-    """Steps that use one captured call, one after another.
+    """Consecutive steps that use one captured call.
 
     Args:
         most: Maximum number of query tokens for each request.
@@ -330,7 +330,7 @@ class CapturedSteps:
         return step, replace(self.rows, **lengths)
 
 
-def test_split_kv_workspace_has_the_size_flashinfer_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_kv_workspace_is_as_large_as_flashinfer_requires(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flashinfer, "num_multiprocessors", lambda device: 132)
     shape = shape_of(num_heads=32, num_kv_heads=8, head_dim=128)
     tile_of_16, tile_of_128 = (32 * tile * 129 * 4 for tile in (16, 128))
@@ -340,7 +340,7 @@ def test_split_kv_workspace_has_the_size_flashinfer_needs(monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize(("head_dim", "most_tile"), [(64, 128), (128, 128), (256, 64)])
-def test_plan_buffer_holds_every_tile_request_and_token(
+def test_plan_buffer_has_space_for_every_tile_request_and_token(
     head_dim: int, most_tile: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Compute the plan size like FlashInfer, but without alignment."""
@@ -391,7 +391,7 @@ def test_flashinfer_is_preferred_over_other_attention_backends(monkeypatch: pyte
 
 @pytest.mark.usefixtures("stand_in_libraries", "any_device")
 @pytest.mark.parametrize(("named", "kernels"), [(None, ("fa2", "fa3")), ("fa2", ("fa2", "fa2"))], ids=["best", "fa2"])
-def test_flashinfer_check_runs_every_call_used_by_steps_and_graphs(
+def test_flashinfer_startup_check_runs_every_call_that_steps_and_graphs_use(
     named: str | None, kernels: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[str, bool, str]] = []
@@ -457,7 +457,7 @@ def test_flashinfer_without_graph_support_is_skipped(
     ("release", "is_older"),
     {"0.5.2": True, "0.10.0": False, "0.5.3": False, "0.5.3+cu130": False, "0.0.0+unknown": False, "?": False}.items(),
 )
-def test_old_flashinfer_is_refused_with_the_remedy(
+def test_error_for_an_old_flashinfer_says_how_to_upgrade(
     release: str, is_older: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(flashinfer, "is_installed", lambda package: True)
@@ -608,7 +608,7 @@ def test_fa2_is_used_when_blocks_are_out_of_fa3s_address_range(
     monkeypatch.setattr(flashinfer, "version", lambda distribution: release)
     far, last_near = ("fa3", None) if reads_all else ("fa2", 3)
     apart = 16 * 2**30  # so that four blocks fit within 64 GiB
-    shape = shape_of(num_heads=64, num_kv_heads=4, head_dim=8, num_blocks=6, block_bytes_apart=apart)
+    shape = shape_of(num_heads=64, num_kv_heads=4, head_dim=8, num_blocks=6, block_stride_bytes=apart)
     backend = flashinfer.FlashInferAttention(shape)
     for kv_len, blocks, kernel in [(500, [0, 3], "fa3"), (500, [3, 4], far), (500, [0, 3], "fa3"), (100, [5], far)]:
         step = Step([(1, 1), (90, kv_len)], shape)
@@ -678,7 +678,7 @@ def test_attention_backend_matches_the_reference(
 
 @pytest.mark.gpu
 @needs_cuda
-def test_attention_backend_serves_steps_of_different_sizes_in_turn(
+def test_attention_backend_handles_consecutive_steps_of_different_sizes(
     shape: AttentionShape, backend: AttentionBackend
 ) -> None:
     torch.manual_seed(2)
@@ -722,7 +722,7 @@ def test_attention_reads_kv_blocks_beyond_64_gib(mix: Mix, built: BackendClass) 
         pytest.skip("needs 72 GiB of free device memory")
     torch.manual_seed(5)
     apart, num_blocks = 2**30, 66
-    shape = shape_of("cuda", torch.bfloat16, num_blocks=num_blocks, block_bytes_apart=apart)
+    shape = shape_of("cuda", torch.bfloat16, num_blocks=num_blocks, block_stride_bytes=apart)
     if (reason := built.refusal(shape)) is not None:
         pytest.skip(f"{built.name}: {reason}")
     step = Step(mix, shape)

@@ -1,4 +1,4 @@
-"""Heads are normed and rotated as by Megatron and transformers, and only the given cache slots change.
+"""Heads are normalized and rotated as by Megatron and transformers, and only the given cache slots change.
 
 Without a GPU or the interpreter, the op is its reference; `test_interpreted` runs this file again.
 """
@@ -112,7 +112,7 @@ def expected_heads(inputs: Inputs) -> tuple[Tensor, Tensor]:
 
 @both_ops
 @every_case
-def test_attention_heads_are_normed_rotated_and_written_to_their_slots(case: Case, op: Op, device: str) -> None:
+def test_attention_heads_are_normalized_rotated_and_written_to_their_slots(case: Case, op: Op, device: str) -> None:
     inputs = inputs_of(case, device)
     before, (queries, keys) = inputs.caches.clone(), expected_heads(inputs)
     is_kernel = op is write_attention_inputs and case.dtype is not torch.float64

@@ -56,7 +56,7 @@ def decoded(number: int, ring_len: int, device: str, dtype: torch.dtype, most: i
 def test_boundary_state_equals_the_state_that_later_steps_store(
     ring_len: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
-    """The fold may span several multiples of the fold length; rounding a bf16 state at each."""
+    """The fold may span several multiples of the fold length; a bf16 state is cast at each."""
     torch.manual_seed(ring_len)
     requests = decoded(2, ring_len, device, dtype)
     ends = [request.computed // ring_len * ring_len for request in requests.requests]
@@ -82,7 +82,7 @@ def test_boundary_state_can_be_computed_at_any_position(ends_off_a_multiple: int
 
 
 @BOTH_POOLS
-def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_boundary_state_op_writes_only_target_slots(dtype: torch.dtype, op: Op, device: str) -> None:
     """Requests without a target, and padding with a target, have arbitrary counts."""
     torch.manual_seed(2)
     requests = decoded(2, 4, device, dtype)
@@ -101,7 +101,7 @@ def test_only_target_slots_of_boundary_states_are_written(dtype: torch.dtype, op
     assert same_bits(requests.pool[:4], before[:4])
 
 
-def test_stored_state_may_be_updated_in_place(op: Op, device: str) -> None:
+def test_boundary_state_op_may_overwrite_its_source_slot(op: Op, device: str) -> None:
     torch.manual_seed(3)
     requests = decoded(1, 4, device, torch.float32)
     (request,) = requests.requests
@@ -146,8 +146,8 @@ def test_boundary_states_are_written_for_any_batch_size(number: int, device: str
 BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "pool": (lambda p, r, w, n: (p[0], r, w, n), "ssm_pools"),
     "transposed pool": (lambda p, r, w, n: (p.mT.contiguous().mT, r, w, n), "contiguous states"),
-    "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "need B"),
-    "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "need x of the ring"),
+    "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "B of the rings must have shape"),
+    "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "x of the ring must have shape"),
     "ring_len": (lambda p, r, w, n: (p, r, w, 12), "power of two"),
     "ends": (lambda p, r, w, n: (p, r, w._replace(ends=w.ends.long()), n), "ends must be int32"),
     "slots": (lambda p, r, w, n: (p, r, w._replace(slots=w.slots[:0]), n), "slots"),

@@ -123,7 +123,7 @@ def test_causal_conv_is_bitwise_equal_in_any_batch_size(op: Op, device: str) -> 
     assert same_bits(y[length:], alone)
 
 
-def test_causal_conv_keeps_nan_in_its_request_and_zeros_padding(op: Op, device: str) -> None:
+def test_causal_conv_nan_stays_in_its_request_and_padding_becomes_zero(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [RowSpec(5, final=0), RowSpec(2, final=1), RowSpec(4, final=2)]
@@ -225,7 +225,7 @@ def test_causal_conv_kernel_matches_its_reference(
 @settings(max_examples=5 if INTERPRETED else 25)
 @given(data=st.data())
 def test_causal_conv_windows_of_random_requests_match_the_reference(d_conv: int, data: st.DataObject) -> None:
-    """Return requests of a few tokens, cut by chunks, with their own slots, one of them a shared initial slot."""
+    """Requests have a few tokens and store windows in their own slots; several may start from the same slot."""
     slots = iter(data.draw(st.permutations(range(1, 40))))
     specs = []
     for _ in range(data.draw(st.integers(1, 4))):
@@ -244,7 +244,7 @@ def test_causal_conv_windows_of_random_requests_match_the_reference(d_conv: int,
     assert same_bits(pool, expected_pool)
 
 
-def test_causal_conv_computes_the_same_bits_with_every_tiling(device: str) -> None:
+def test_causal_conv_result_does_not_depend_on_the_tiling(device: str) -> None:
     torch.manual_seed(5)
     weight, bias = make_weights(4, device)
     x = torch.randn(sum(spec.length for spec in SPECS), CONV_DIM, device=device)
@@ -270,13 +270,16 @@ def test_causal_conv_accepts_views_as_inputs_and_state_pool(op: Op, device: str)
 
 
 BAD_CALLS = {
-    "weight": (lambda x, w, b, p, r: (x, w[1:], b, p, r), "conv_dim 37"),
+    "weight": (lambda x, w, b, p, r: (x, w[1:], b, p, r), "must have 37 channels"),
     "transposed weight": (lambda x, w, b, p, r: (x, w.mT.contiguous().mT, b, p, r), "weight must be contiguous"),
     "bias": (lambda x, w, b, p, r: (x, w, b[1:], p, r), "bias must be contiguous"),
-    "pool": (lambda x, w, b, p, r: (x, w, b, p[:, :2], r), "window of at least 3"),
+    "pool": (lambda x, w, b, p, r: (x, w, b, p[:, :2], r), "windows at least 3 inputs"),
     "dimensions": (lambda x, w, b, p, r: (x, w, b, p[0], r), "conv_pool"),
     "device": (lambda x, w, b, p, r: (x, w, b, p.to("meta"), r), "conv_pool must be on cpu"),
-    "channels": (lambda x, w, b, p, r: (x.mT.contiguous().mT, w, b, p, r), "must be contiguous"),
+    "channels": (
+        lambda x, w, b, p, r: (x.mT.contiguous().mT, w, b, p, r),
+        "channels of x and conv_pool must be contiguous",
+    ),
     "rows": (lambda x, w, b, p, r: (x, w, b, p, replace(r, initial_slots=r.initial_slots[1:])), "initial_slots"),
     "chunks": (lambda x, w, b, p, r: (x, w, b, p, replace(r, cu_chunks=r.cu_chunks[1:])), "cu_chunks"),
     "dtype": (lambda x, w, b, p, r: (x, w, b, p, replace(r, chunk_slots=r.chunk_slots.long())), "chunk_slots"),

@@ -120,7 +120,7 @@ def test_installing_the_compile_watch_twice_counts_each_kernel_once(watch: Compi
     assert called == ["before", "after"] and watch.total.num_kernels == 1
 
 
-def test_compile_hooks_of_others_are_called_after_reinstalling_the_watch(watch: CompilationWatch) -> None:
+def test_compile_hooks_of_other_code_are_called_after_reinstalling_the_watch(watch: CompilationWatch) -> None:
     called = []
     knobs.runtime.jit_cache_hook = knobs.runtime.jit_post_compile_hook = lambda **event: called.append(1)
     compile_kernel(triton_kernel())

@@ -194,7 +194,7 @@ def test_kernel_launches_run_again_after_an_error_while_compiling_ahead(watch: C
     ("num_cores", "num_gpus", "num_local", "expected"),
     [(1, 0, None, 2), (16, 1, None, 16), (192, 8, None, 16), (64, 8, None, 8), (64, 1, "8", 8)],
 )
-def test_number_of_compile_threads_is_the_cores_per_gpu(
+def test_number_of_compiler_threads_is_the_number_of_cores_per_gpu(
     num_cores: int, num_gpus: int, num_local: str | None, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)

@@ -61,7 +61,7 @@ def make_pool(num_slots: int, window: int, dtype: torch.dtype, device: str) -> T
 
 
 def fill_windows(pool: Tensor, specs: list[VerifySpec], d_conv: int) -> None:
-    """Write the d_conv - 1 initial inputs of each request, shifted by the number of drafts accepted before."""
+    """Write the d_conv - 1 initial inputs of each request, shifted by the number of drafts accepted last."""
     for spec in specs:
         if spec.columns:
             window = torch.randn(d_conv - 1, CONV_DIM).to(pool)
@@ -112,7 +112,7 @@ def test_conv_verify_equals_single_token_steps_bit_for_bit(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(2 if INTERPRETED else 8))
-def test_conv_verify_is_unaffected_by_drafts_rejected_before(
+def test_conv_verify_is_unaffected_by_drafts_rejected_in_earlier_steps(
     seed: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(seed)
@@ -160,7 +160,7 @@ def test_conv_verify_matches_the_packed_convolution(
         assert same_bits(pool[spec.columns[0], num_drafts : num_drafts + d_conv - 1], window)
 
 
-def test_conv_verify_keeps_nan_in_its_request_and_zeros_extra_tokens(op: Op, device: str) -> None:
+def test_conv_verify_nan_stays_in_its_request_and_extra_tokens_become_zero(op: Op, device: str) -> None:
     torch.manual_seed(2)
     weight, bias = make_weights(4, device)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
@@ -243,7 +243,7 @@ def test_conv_verify_accepts_views_as_inputs_and_state_pool(op: Op, device: str)
 def test_conv_verify_refuses_a_window_too_short_for_the_drafts() -> None:
     weight, bias = make_weights(4, "cpu")
     rows = pack_verify([VerifySpec(3, (2, 0, 1))], "cpu")
-    with pytest.raises(ValueError, match="window of at least 5"):
+    with pytest.raises(ValueError, match="channels, and windows at least 5 inputs"):
         conv_verify(torch.randn(3, CONV_DIM), weight, bias, torch.randn(3, 4, CONV_DIM), rows)
 
 

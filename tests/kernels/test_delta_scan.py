@@ -202,7 +202,7 @@ def test_delta_scan_is_bit_equal_with_wide_and_narrow_tiles(device: str) -> None
 
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
-def test_delta_scan_of_a_request_ignores_neighbouring_requests(
+def test_delta_scan_of_a_request_ignores_neighboring_requests(
     shape: DeltaShape, grain: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(1)
@@ -220,7 +220,7 @@ def test_delta_scan_of_a_request_ignores_neighbouring_requests(
 
 
 @pytest.mark.parametrize(("shape", "grain", "dtype"), FORMS)
-def test_delta_scan_casts_stored_states_but_carries_exact_ones(
+def test_delta_scan_casts_only_stored_states_and_carries_fp32_states(
     shape: DeltaShape, grain: int, dtype: torch.dtype, device: str
 ) -> None:
     torch.manual_seed(2)
@@ -279,7 +279,7 @@ def test_delta_scan_accepts_input_views_and_a_strided_state_pool(device: str) ->
 @pytest.mark.parametrize(
     ("dtype", "grain"), [(torch.float32, 64), (torch.float32, 8), pytest.param(torch.bfloat16, 64, marks=compiled_only)]
 )
-def test_delta_scan_allocates_the_planned_chunk_memory(
+def test_delta_scan_allocates_exactly_the_planned_chunk_memory(
     dtype: torch.dtype, grain: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     allocated, empty = list[TileSystems](), TileSystems.empty

@@ -65,7 +65,7 @@ def test_delta_verify_of_one_token_matches_the_recurrence(op: Op, device: str) -
     assert_untouched(before, pool, {0, 3, 6})
 
 
-def test_delta_verify_ignores_padding_of_nan(op: Op, device: str) -> None:
+def test_delta_verify_ignores_nan_in_padding(op: Op, device: str) -> None:
     step = random_steps(3, device, SHAPE)
     step.poison(slice(None))
     pool = make_pool(NUM_SLOTS, torch.float32, device, {0, 1})
@@ -102,7 +102,7 @@ def test_delta_verify_equals_single_token_steps_bit_for_bit(seed: int, dtype: to
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(8))
-def test_delta_verify_is_unaffected_by_drafts_rejected_before(
+def test_delta_verify_is_unaffected_by_drafts_rejected_in_earlier_steps(
     seed: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(seed)
@@ -143,7 +143,7 @@ def test_delta_verify_matches_the_prefill_scan(num_drafts: int, op: Op, device: 
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=1e-5, atol=1e-5)
 
 
-def test_delta_verify_keeps_nan_in_its_request(op: Op, device: str) -> None:
+def test_delta_verify_nan_stays_in_its_request(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)
@@ -239,11 +239,11 @@ BAD_CALLS = {
     "heads": (lambda t, g, p, r: (replace(t, q=t.q[:, :0], k=t.k[:, :0]), g, p, r), "number of key heads must divide"),
     "b": (lambda t, g, p, r: (replace(t, b=t.b[:, :1]), g, p, r), "b must have"),
     "k": (lambda t, g, p, r: (replace(t, k=t.k[:, :, :1]), g, p, r), "k must have"),
-    "dtypes": (lambda t, g, p, r: (replace(t, k=t.k.double()), g, p, r), "one dtype"),
+    "dtypes": (lambda t, g, p, r: (replace(t, k=t.k.double()), g, p, r), "must have the same dtype"),
     "gates": (lambda t, g, p, r: (t, replace(g, A_log=g.A_log[:1]), p, r), "A_log must have"),
     "channels": (lambda t, g, p, r: (replace(t, v=t.v.mT.contiguous().mT), g, p, r), "v must be contiguous within"),
     "pool": (lambda t, g, p, r: (t, g, p[:, :, 1:], r), "the pool must have"),
-    "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "must be contiguous"),
+    "transposed pool": (lambda t, g, p, r: (t, g, p.mT.contiguous().mT, r), "states in the pool must be contiguous"),
     "pool's device": (lambda t, g, p, r: (t, g, p.to("meta"), r), "the pool must have"),
     "accepted": (lambda t, g, p, r: (t, g, p, replace(r, accepted=r.accepted.long())), "accepted"),
 }

@@ -1,4 +1,4 @@
-"""Expert GEMMs for a few tokens; kernels and references are compared with plain loops in float64."""
+"""Expert GEMMs for few tokens; kernels and references are compared with plain loops in float64."""
 
 import pytest
 import torch
@@ -156,7 +156,7 @@ def test_expert_gemms_of_few_tokens_are_bitwise_equal_in_any_batch(activation: s
         assert same_bits(run("kernel", layer, x[own], ids[own], weights[own], shared=shared), together[own])
 
 
-def test_expert_gemms_of_few_tokens_accept_inputs_wider_than_a_tile(
+def test_expert_gemms_of_few_tokens_support_inputs_wider_than_a_tile(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair_gemms, "_WIDEST", 32)
@@ -189,11 +189,17 @@ def test_expert_gemms_of_few_tokens_ignore_experts_on_other_ranks(ops: str, devi
     ("changes", "reason"),
     [
         ({"x": torch.zeros(3, 7)}, r"\[experts, outputs, inputs\]"),
-        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
+        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "the same dtype"),
         ({"ids": torch.zeros(3, 1)}, "int32"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
-        ({"shared_weight": torch.zeros(4, 9)}, "shared expert needs weight .* and one row .* per token"),
-        ({"shared_weight": torch.zeros(4, 8).bfloat16()}, "needs contiguous torch.float32 weight and rows"),
+        (
+            {"shared_weight": torch.zeros(4, 9)},
+            "shared expert's weight must have shape .* and its input one row .* per token",
+        ),
+        (
+            {"shared_weight": torch.zeros(4, 8).bfloat16()},
+            "weight and input of the shared expert must be contiguous torch.float32",
+        ),
     ],
 )
 def test_expert_gemms_of_few_tokens_refuse_mismatched_arguments(changes: dict, reason: str) -> None:

@@ -64,7 +64,7 @@ def test_gated_norm_works_for_any_group_size(
     op: Op,
     device: str,
 ) -> None:
-    """The relative error."""
+    """`tolerance` is the maximum relative error."""
     torch.manual_seed(channels)
     y, gate, weight = inputs(num_tokens, channels, device, dtype)
     z = gate if is_gated else None
@@ -132,7 +132,7 @@ def bad_calls() -> dict[str, tuple[dict[str, object], str]]:
         "weight": ({"weight": torch.zeros(23)}, r"\[channels\]"),
         "group": ({"group_size": 7}, "must divide the 24 channels"),
         "strided": ({"y": torch.zeros(3, 48)[:, ::2]}, "channels must be contiguous"),
-        "device": ({"weight": torch.zeros(24, device="meta")}, "one device"),
+        "device": ({"weight": torch.zeros(24, device="meta")}, "the same device"),
     }
 
 

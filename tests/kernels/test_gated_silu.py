@@ -24,7 +24,7 @@ def test_gated_silu_kernel_matches_its_reference(dtype: torch.dtype, shape: tupl
 
 
 @pytest.mark.parametrize("op", [gated_silu, gated_silu_ref])
-def test_gated_silu_saturates_for_large_gates_and_keeps_nan(op: object, device: str) -> None:
+def test_gated_silu_saturates_for_large_gates_and_propagates_nan(op: object, device: str) -> None:
     gates = torch.tensor([-1000.0, 1000.0, float("nan"), 1.0], device=device)
     others = torch.tensor([3.0, 3.0, 3.0, float("nan")], device=device)
     out = op(torch.cat((gates, others))).tolist()
@@ -43,7 +43,9 @@ def test_gated_silu_supports_float64_and_views(
 
 
 def test_gated_silu_refuses_an_odd_last_dimension(device: str) -> None:
-    with pytest.raises(ValueError, match=r"the last dimension \(gates, then gated values\) must be even, found 5"):
+    with pytest.raises(
+        ValueError, match=r"the last dimension of products \(gates, then values\) must be even, found 5"
+    ):
         gated_silu(torch.randn(3, 5, device=device))
 
 

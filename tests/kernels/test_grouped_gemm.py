@@ -209,7 +209,7 @@ def test_grouped_gemm_accepts_zero_tokens(device: str) -> None:
     [
         ({"weight": torch.zeros(2, 4, 7)}, r"\[experts, outputs, inputs\]"),
         ({"weight": torch.zeros(3, 4, 8)}, r"order.starts must have shape \[4\]"),
-        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "one dtype"),
+        ({"weight": torch.zeros(2, 4, 8).bfloat16()}, "the same dtype"),
         ({"weight": torch.zeros(2, 4, 16)[:, :, ::2]}, "contiguous"),
         (
             {"weight": torch.zeros(2, 5, 8), "activation": "gated_silu"},

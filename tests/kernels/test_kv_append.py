@@ -82,7 +82,7 @@ def test_kv_append_skips_tokens_with_a_negative_block(blocks: list[int], op: Op,
 @both_ops
 @settings(max_examples=15)
 @given(data=st.data())
-def test_kv_append_writes_tokens_only_to_their_slots(op: Op, data: st.DataObject) -> None:
+def test_kv_append_writes_only_the_slots_of_its_tokens(op: Op, data: st.DataObject) -> None:
     every = [(block, offset) for block in range(NUM_BLOCKS) for offset in range(BLOCK)]
     slots = data.draw(st.permutations(every))[: data.draw(st.integers(1, len(every)))]
     slots = [(-1, offset) if data.draw(st.booleans()) else (block, offset) for block, offset in slots]
@@ -192,7 +192,10 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
     return {
         "heads": ({"key": torch.zeros(3, 4, 8), "value": torch.zeros(3, 4, 8)}, "kv_heads"),
         "caches": ({"v_cache": torch.zeros(NUM_BLOCKS, BLOCK, 2, 8, dtype=torch.bfloat16)}, "equal shapes, strides"),
-        "channels": ({"key": torch.zeros(3, 2, 16)[:, :, ::2]}, "must be contiguous"),
+        "channels": (
+            {"key": torch.zeros(3, 2, 16)[:, :, ::2]},
+            "channels of key and value and heads of the caches must be contiguous",
+        ),
         "float block ids": ({"token_block": torch.zeros(3)}, "token_block must be int32 or int64"),
         "number of offsets": (
             {"token_offset": torch.zeros(4, dtype=torch.int32)},
@@ -201,7 +204,7 @@ def bad_calls() -> dict[str, tuple[dict[str, Tensor], str]]:
         "wrong number of heads": ({"query": torch.zeros(3, 3, 4, 8)}, "queries, dim"),
         "too few queries": ({"query": torch.zeros(2, 2, 4, 8)}, "3 or more tokens"),
         "strided queries": ({"query": torch.zeros(3, 2, 8, 8)[:, :, ::2]}, "contiguous for each KV head"),
-        "device": ({"value": torch.zeros(3, 2, 8, device="meta")}, "one device"),
+        "device": ({"value": torch.zeros(3, 2, 8, device="meta")}, "the same device"),
     }
 
 

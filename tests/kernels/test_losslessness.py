@@ -191,7 +191,9 @@ def test_text_from_verified_drafts_has_the_models_distribution(
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 @pytest.mark.parametrize("drafting", ["always_wrong", "most_likely", "random", "mixed_rows"])
-def test_draft_matching_gives_the_same_tokens_as_no_drafts(settings: tuple[float, int, float], drafting: str) -> None:
+def test_draft_matching_gives_the_same_tokens_as_decoding_without_drafts(
+    settings: tuple[float, int, float], drafting: str
+) -> None:
     run = Continuations(settings, DRAFTINGS[drafting], 2000)
     text = run.run()
     plain = torch.full((2000, 1 + NUM_TOKENS), FIRST_TOKEN)

@@ -97,9 +97,9 @@ def test_norm_and_gate_accepts_zero_tokens(device: str) -> None:
         ({"z": torch.zeros(3, 12)}, r"\[tokens, heads \* head_dim\]"),
         ({"weight": torch.zeros(7)}, r"weight \[head_dim\]"),
         ({"weight": torch.zeros(0)}, r"weight \[head_dim\]"),
-        ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, "one dtype"),
+        ({"weight": torch.zeros(8, dtype=torch.bfloat16)}, "the same dtype"),
         ({"y": torch.zeros(3, 48)[:, ::2]}, "channels must be contiguous"),
-        ({"weight": torch.zeros(8, device="meta")}, "one device"),
+        ({"weight": torch.zeros(8, device="meta")}, "the same device"),
     ],
 )
 def test_norm_and_gate_refuses_mismatched_arguments(change: dict[str, Tensor], reason: str) -> None:

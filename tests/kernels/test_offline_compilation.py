@@ -369,7 +369,7 @@ def test_ssd_scan_uses_asynchronous_tensor_core_matmuls(
 
 
 @pytest.mark.parametrize("tiling", [None, HopperTiling(1, 64, 3), HopperTiling(2, 64, 2)])
-def test_quantizing_states_in_the_scan_needs_no_more_shared_memory(
+def test_quantizing_states_in_the_scan_needs_no_additional_shared_memory(
     tiling: HopperTiling | None, compile_for_hopper: Compile
 ) -> None:
     compile_for_hopper(tiles_module, "_tiles_kernel")
@@ -428,7 +428,7 @@ def test_chosen_scan_variant_fits_in_shared_memory(
 
 
 @pytest.mark.parametrize(("head_dim", "d_state"), [(128, 128), (64, 256), (80, 128)])
-def test_largest_portable_scan_states_fit_in_shared_memory(
+def test_largest_states_of_the_portable_scan_fit_in_shared_memory(
     head_dim: int, d_state: int, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compile_for_hopper(tiles_module, "_tiles_kernel")

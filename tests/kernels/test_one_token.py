@@ -36,7 +36,7 @@ def test_one_token_gemm_matches_a_matmul(
 
 
 @pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
-def test_one_token_gemm_keeps_nan(activation: Activation, device: str) -> None:
+def test_one_token_gemm_propagates_nan(activation: Activation, device: str) -> None:
     x, weight = torch.ones(1, 16).bfloat16().to(device), torch.ones(4, 16).bfloat16().to(device)
     weight[1, 3] = float("nan")
     out = multiply_one_token(x, weight, activation)
@@ -56,5 +56,7 @@ def test_one_token_gemm_uses_a_matmul_for_unsupported_shapes(device: str) -> Non
     ):
         assert not can_multiply_one_token(*others)
         if INTERPRETED or device == "cuda":
-            with pytest.raises(ValueError, match="contiguous, share a 16-bit dtype, and hold one token"):
+            with pytest.raises(
+                ValueError, match="contiguous and have the same 16-bit dtype, and x must hold one token"
+            ):
                 multiply_one_token(*others)

@@ -61,7 +61,7 @@ def test_output_gate_accepts_zero_tokens(device: str) -> None:
     ("attended", "gate", "reason"),
     [
         (torch.zeros(2, 8, 4), torch.zeros(2, 2, 3, 4), "kv_heads"),
-        (torch.zeros(2, 8, 4), torch.zeros(2, 2, 4, 4).bfloat16(), "one dtype"),
+        (torch.zeros(2, 8, 4), torch.zeros(2, 2, 4, 4).bfloat16(), "the same dtype"),
         (torch.zeros(2, 8, 4), torch.zeros(2, 2, 8, 4)[:, :, ::2], "gate contiguous for each KV head"),
         (torch.zeros(2, 8, 8)[:, :, :4], torch.zeros(2, 2, 4, 4), "attended must be contiguous"),
     ],

@@ -154,12 +154,12 @@ def test_kernel_launched_early_accesses_no_memory_before_its_wait(
 
 # The variant that gathers rows takes many seconds to compile.
 @pytest.mark.parametrize("top_k", [None, pytest.param(2, marks=pytest.mark.slow)])
-def test_long_tile_gemm_waits_for_the_previous_kernel_first(
+def test_long_tile_gemm_waits_for_the_previous_kernel_before_the_next_may_start(
     top_k: int | None,
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """They let the next kernel start only afterwards, because it reads their tiles without a wait."""
+    """The next kernel may start only after this wait, because it reads the same row tiles without a wait."""
     monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 132)
     order = ExpertOrder(int32(80), int32(40, 2), int32(3))
     ptx = overlapped_ptx(
@@ -261,7 +261,7 @@ def test_kernel_launched_early_writes_nothing_before_its_wait(
     compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """States, expert ids and weights were complete before the previous kernel, which lets this kernel start late."""
+    """States, expert ids and weights were complete when the previous kernel let this kernel start."""
     ptx = overlapped_ptx(module, kernel, launch, compile_for_hopper, monkeypatch)
     before, _, after = ptx.partition("griddepcontrol.wait")
     assert re.search(r"\bld\.global", before) and re.search(r"\bst\.global", after)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron_mamba_cache.kernels.sampling.logits_changes import PenalisedRows, penalise, penalise_ref
+from megatron_mamba_cache.kernels.sampling.logits_changes import PenalizedRows, penalize, penalize_ref
 from tests.kernels.packed_batches import same_bits
 
 TEXTS = [[3, 3, 5], [], [7]]
@@ -14,7 +14,7 @@ ROWS: list[tuple[int, int, list[int]]] = [(0, 0, []), (1, 0, [5]), (2, 0, [5, 6,
 SETTINGS = [(1.3, 0.7, 0.2), (1.3, 0.7, 0.2), (1.3, 0.7, 0.2), (1.0, -0.5, 1.0), (0.6, 0.0, 0.3)]
 
 
-def rows_of(vocab_size: int, device: str) -> PenalisedRows:
+def rows_of(vocab_size: int, device: str) -> PenalizedRows:
     counts = torch.zeros(len(TEXTS), vocab_size)
     in_prompt = torch.zeros(len(TEXTS), vocab_size, dtype=torch.uint8)
     for index, (text, prompt) in enumerate(zip(TEXTS, PROMPTS, strict=True)):
@@ -29,7 +29,7 @@ def rows_of(vocab_size: int, device: str) -> PenalisedRows:
         "cu_drafts": [0, *ends],
         "drafts": drafts,
     }
-    return PenalisedRows(
+    return PenalizedRows(
         **{name: torch.tensor(found, dtype=torch.int32, device=device) for name, found in integers.items()},
         settings=torch.tensor(SETTINGS, device=device),
         counts=counts.to(device),
@@ -44,8 +44,8 @@ def test_penalty_kernel_equals_its_reference_bit_for_bit(vocab_size: int, device
     logits[0, 3] = float("-inf")
     found, expected = logits.clone(), logits.clone()
     rows = rows_of(vocab_size, device)
-    penalise(found, rows)
-    penalise_ref(expected, rows)
+    penalize(found, rows)
+    penalize_ref(expected, rows)
     assert same_bits(found, expected)
     assert same_bits(found[3], logits[3]) and same_bits(found[6], logits[6])
 
@@ -54,7 +54,7 @@ def test_penalties_match_their_definitions(device: str) -> None:
     torch.manual_seed(1)
     logits = torch.randn(7, 9, device=device)
     found = logits.clone()
-    penalise(found, rows_of(9, device))
+    penalize(found, rows_of(9, device))
     for (index, text, drafts), (repetition, frequency, presence) in zip(ROWS, SETTINGS, strict=True):
         counts = Counter([*TEXTS[text], *drafts])
         for token in range(9):
@@ -68,6 +68,6 @@ def test_penalties_match_their_definitions(device: str) -> None:
 def test_penalty_kernel_refuses_mismatched_arguments(device: str) -> None:
     rows = rows_of(9, device)
     with pytest.raises(ValueError, match="the same vocabulary size, found 9 and 10"):
-        penalise(torch.zeros(7, 10, device=device), rows)
+        penalize(torch.zeros(7, 10, device=device), rows)
     with pytest.raises(ValueError, match="logits must be float32"):
-        penalise(torch.zeros(7, 9, device=device, dtype=torch.bfloat16), rows)
+        penalize(torch.zeros(7, 9, device=device, dtype=torch.bfloat16), rows)

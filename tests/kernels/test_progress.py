@@ -27,19 +27,19 @@ def log(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> py
     return caplog
 
 
-def test_slow_phase_is_logged_as_progress(log: pytest.LogCaptureFixture) -> None:
+def test_slow_operation_is_logged(log: pytest.LogCaptureFixture) -> None:
     with progress("compiling"):
         wait_for("compiling ...", log)
     assert messages(log) == ["compiling ...", "... done after 0 s"]
 
 
-def test_fast_phase_is_not_logged_as_progress(caplog: pytest.LogCaptureFixture) -> None:
+def test_fast_operation_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING), progress("compiling"):
         pass
     assert not caplog.records
 
 
-def test_only_the_outermost_slow_phase_is_logged(log: pytest.LogCaptureFixture) -> None:
+def test_only_the_outermost_slow_operation_is_logged(log: pytest.LogCaptureFixture) -> None:
     with progress("all"):
         with progress("part"):
             wait_for("all ...", log)
@@ -47,7 +47,7 @@ def test_only_the_outermost_slow_phase_is_logged(log: pytest.LogCaptureFixture) 
     assert messages(log) == ["all ...", "... done after 0 s"]
 
 
-def test_progress_is_logged_after_a_phase_that_failed_or_ended_twice(log: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_after_an_operation_that_failed_or_ended_twice(log: pytest.LogCaptureFixture) -> None:
     with pytest.raises(OSError), progress("failing"):
         raise OSError
     line = ProgressLine("twice")

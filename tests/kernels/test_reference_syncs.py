@@ -283,7 +283,7 @@ def test_kernel_op_can_be_captured_in_a_cuda_graph(prepare: Callable[[], Callabl
         call()
 
 
-def test_sync_check_detects_a_planted_sync() -> None:
+def test_sync_check_detects_a_deliberate_sync() -> None:
     tensor = randn(1)
     with forbidden_syncs(), pytest.raises(RuntimeError):
         tensor.item()

@@ -44,7 +44,7 @@ def layer_of(
         pytest.param(40, 16, 128, None, False, False, id="short tiles"),
     ],
 )
-def test_expert_weights_are_prefetched_only_after_a_gemm_that_waited(
+def test_expert_weights_are_prefetched_only_after_a_gemm_that_waits_for_its_inputs(
     num_tokens: int,
     num_experts: int,
     hidden: int,

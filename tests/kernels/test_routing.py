@@ -65,7 +65,7 @@ def expected_route(logits: list[float], bias: list[float], rule: RoutingRule) ->
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_router_picks_the_best_experts_of_each_token(
+def test_router_selects_the_highest_scoring_experts_of_each_token(
     name: str, has_bias: bool, dtype: torch.dtype, op: Route, device: str
 ) -> None:
     num_experts, rule = RULES[name]
@@ -85,7 +85,7 @@ def test_router_picks_the_best_experts_of_each_token(
 
 
 def num_differing(found: Iterable[int], expected: Sequence[int]) -> int:
-    """Return the number of experts that are in only one of the two choices."""
+    """Return the number of experts that only one of the two routings selects."""
     return len(set(found) ^ set(expected)) // 2
 
 
@@ -117,7 +117,7 @@ def test_router_ranks_underflowing_scores_by_logits(op: Route, device: str) -> N
 
 
 @both_routes
-def test_router_gives_padding_tokens_no_expert(op: Route, device: str) -> None:
+def test_router_assigns_no_expert_to_padding_tokens(op: Route, device: str) -> None:
     torch.manual_seed(2)
     logits, is_real = torch.randn(1, 5, 8, device=device), torch.tensor([1, 0, 1, 1, 0], dtype=torch.int32).to(device)
     ids, weights = op(logits, None, RoutingRule(3), is_real)
@@ -208,7 +208,7 @@ def test_router_logits_match_a_float64_matmul(
 @pytest.mark.parametrize(
     ("num_tokens", "rows"), [(64, (slice(0, 1), slice(9, 40))), (700, (slice(1, 301),)), (2100, (slice(30, 2090),))]
 )
-def test_router_logits_are_bitwise_equal_in_batches_of_one_kernel_variant(
+def test_router_logits_are_bitwise_equal_in_all_batches_of_a_kernel_variant(
     num_tokens: int, rows: Sequence[slice], device: str
 ) -> None:
     if device == "cpu":
@@ -248,7 +248,7 @@ def test_token_expert_pairs_are_sorted_by_expert(
         assert pairs[position] == pair if pair in set(here) else position == -1
 
 
-def test_token_expert_pairs_are_sorted_when_their_counts_take_several_sums(
+def test_token_expert_pairs_are_sorted_when_chunk_counts_exceed_one_prefix_sum(
     device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(expert_order, "_CHUNKS_AT_A_TIME", 16)
@@ -274,12 +274,12 @@ def test_expert_routing_accepts_zero_tokens(device: str) -> None:
         ({"logits": torch.zeros(3, 8)}, r"\[parts, tokens, experts\]"),
         ({"logits": torch.zeros(1, 3, 16)[..., ::2]}, "experts must be contiguous"),
         ({"bias": torch.zeros(7)}, r"bias \[experts\]"),
-        ({"bias": torch.zeros(8, device="meta")}, "one device"),
+        ({"bias": torch.zeros(8, device="meta")}, "the same device"),
         ({"rule": RoutingRule(9)}, "can choose from 8"),
         ({"rule": RoutingRule(2, num_groups=3)}, "into 3 equal groups"),
         ({"shared": SharedGate(torch.zeros(2, 4), torch.zeros(1, 4))}, r"x \[3, inputs\]"),
         ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(2, 4))}, r"weight \[1, inputs\]"),
-        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "with one dtype on"),
+        ({"shared": SharedGate(torch.zeros(3, 4), torch.zeros(1, 4).bfloat16())}, "gate must have the same dtype on"),
         ({"shared": SharedGate(torch.zeros(3, 8)[:, ::2], torch.zeros(1, 4))}, "gate must be contiguous"),
     ],
 )
@@ -293,7 +293,7 @@ def test_expert_routing_refuses_mismatched_arguments(changes: dict, reason: str)
     ("x", "gate", "reason"),
     [
         (torch.zeros(3, 8), torch.zeros(4, 7), r"gate \[experts, inputs\]"),
-        (torch.zeros(3, 8), torch.zeros(4, 8).bfloat16(), "one dtype"),
+        (torch.zeros(3, 8), torch.zeros(4, 8).bfloat16(), "the same dtype"),
         (torch.zeros(3, 16)[:, ::2], torch.zeros(4, 8), "contiguous"),
     ],
 )

@@ -68,7 +68,7 @@ def test_temperature_0_and_top_k_1_take_the_first_maximum(row: Row, device: str)
     assert greedy_tokens(torch.tensor([row[0]], device=device)).tolist() == [1]
 
 
-def test_top_k_keeps_the_first_of_equal_logits(device: str) -> None:
+def test_top_k_keeps_the_lowest_token_ids_among_equal_logits(device: str) -> None:
     assert sample([([0.0, 1.0, 1.0, 1.0], 1.0, 2, 0.0, u) for u in (0.1, 0.6, 0.999)], device) == [1, 2, 2]
 
 
@@ -102,7 +102,7 @@ def test_sampled_token_frequencies_follow_the_probabilities(device: str) -> None
 
 
 @given(st.lists(ROWS, min_size=1, max_size=5))
-def test_token_probabilities_are_those_of_the_kept_tokens(rows: list[Row]) -> None:
+def test_token_probabilities_are_normalized_over_the_kept_tokens(rows: list[Row]) -> None:
     found = token_probabilities(rows_of(rows))
     kept = [kept_probabilities(*row[:-1]) for row in rows]
     expected = torch.tensor([[row.get(token, 0.0) for token in range(6)] for row in kept], dtype=torch.float64)
@@ -124,7 +124,7 @@ def test_weighted_sample_inverts_the_cumulative_weights(device: str) -> None:
     assert sample_weighted(weights, uniforms).tolist() == [1, 1, 3, 3, 4]
 
 
-def test_weighted_sample_never_picks_a_token_with_zero_weight(device: str) -> None:
+def test_weighted_sample_never_selects_a_token_with_zero_weight(device: str) -> None:
     weights = torch.tensor([[0.0, 0.1, 0.0, 0.2, 0.3, 0.0]], dtype=torch.float64, device=device)
     assert sample_weighted(weights, torch.tensor([1.0], device=device)).tolist() == [4]
 

@@ -145,7 +145,7 @@ def test_slot_copy_works_for_any_number_of_slots(num_slots: int, device: str) ->
 
 
 @pytest.mark.parametrize("tiling", [CopyTiling(4, 1, 1), CopyTiling(16, 2, 3), CopyTiling(4096, 8, 2)])
-def test_slot_copy_moves_the_same_bytes_with_every_tiling(tiling: CopyTiling, device: str) -> None:
+def test_slot_copy_result_does_not_depend_on_the_tiling(tiling: CopyTiling, device: str) -> None:
     pools, slots = make_pools(device, conv_shape=(3, 12), ssm_shape=(2, 5, 8)), int32([1, 4], device)
     expected = [pool.clone() for pool in pools]
     copy_slots(pools, pools, slots, slots + 1, tiling)
@@ -155,7 +155,7 @@ def test_slot_copy_moves_the_same_bytes_with_every_tiling(tiling: CopyTiling, de
 
 
 @pytest.mark.parametrize("gap", [1, 8])
-def test_slot_copy_keeps_the_bytes_between_strided_slots(gap: int, device: str) -> None:
+def test_slot_copy_does_not_change_bytes_between_strided_slots(gap: int, device: str) -> None:
     buffers = [torch.randn(2, 6, 24 + gap, device=device), torch.randn(2, 6, 40 + gap, device=device).bfloat16()]
     pools = [buffer[:, :, gap:].unflatten(2, (4, -1)) for buffer in buffers]
     gaps = [buffer[..., :gap].clone() for buffer in buffers]

@@ -17,7 +17,7 @@ def test_squared_relu_matches_torch_bit_for_bit(dtype: torch.dtype, shape: tuple
 
 
 @pytest.mark.parametrize("op", [squared_relu, squared_relu_ref])
-def test_squared_relu_zeros_negative_values_and_keeps_nan(op: object, device: str) -> None:
+def test_squared_relu_maps_negative_values_to_zero_and_propagates_nan(op: object, device: str) -> None:
     out = op(torch.tensor([-2.0, -0.0, 3.0, float("nan"), float("inf")], device=device))
     assert out[:3].tolist() == [0, 0, 9] and out[3].isnan() and out[4].isinf()
 

@@ -104,7 +104,7 @@ def test_ssd_scan_reference_is_bit_equal_at_any_offset_in_the_batch(
         assert same_bits(y[num_before:], expected) and same_bits(after[2], alone[2]), seed
 
 
-def test_ssd_scan_chunks_of_a_resumed_prompt_end_at_absolute_multiples(device: str) -> None:
+def test_ssd_scan_chunks_of_a_resumed_prompt_end_at_multiples_of_the_chunk_size(device: str) -> None:
     torch.manual_seed(0)
     steps = random_steps(3 * CHUNK, device, SHAPE)
     pool = make_pool(torch.float32, device)
@@ -118,7 +118,7 @@ def test_ssd_scan_chunks_of_a_resumed_prompt_end_at_absolute_multiples(device: s
     assert same_bits(pool[0], pool[2])
 
 
-def test_ssd_scan_reference_keeps_nan_in_its_request_and_zeros_padding(device: str) -> None:
+def test_ssd_scan_reference_nan_stays_in_its_request_and_padding_becomes_zero(device: str) -> None:
     torch.manual_seed(1)
     clean, poison = random_steps(5, device, SHAPE), random_steps(3, device, SHAPE)
     poison.poison(slice(None))
@@ -154,7 +154,7 @@ def test_ssd_scan_reference_of_padding_only_changes_no_state(device: str) -> Non
     assert same_bits(before, pool)
 
 
-def test_ssd_scan_reference_casts_stored_states_but_carries_exact_ones(device: str) -> None:
+def test_ssd_scan_reference_casts_only_stored_states_and_carries_fp32_states(device: str) -> None:
     torch.manual_seed(2)
     steps = random_steps(3 * CHUNK + 1, device, SHAPE)
     spec = RowSpec(3 * CHUNK + 1, final=0, boundaries={CHUNK: 1, 2 * CHUNK: 2})

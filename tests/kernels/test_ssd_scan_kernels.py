@@ -165,7 +165,7 @@ def test_ssd_scan_matches_the_recurrence_with_groups_and_dt_limits(
     check_against_recurrence(ssd_scan, specs, 16, steps, 1e-5)
 
 
-def test_ssd_scan_handles_a_number_of_heads_not_divisible_by_8(device: str) -> None:
+def test_ssd_scan_supports_a_number_of_heads_that_is_not_divisible_by_8(device: str) -> None:
     torch.manual_seed(0)
     specs = scan_specs(16)[:3]
     shape = SSMShape(heads=11, head_dim=16, d_state=16, groups=1)
@@ -234,7 +234,7 @@ def test_ssd_scan_resumed_at_any_block_end_is_bit_equal(
 
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
-def test_ssd_scan_of_a_request_ignores_neighbouring_requests(
+def test_ssd_scan_of_a_request_ignores_neighboring_requests(
     tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
 ) -> None:
     if tiling and device == "cpu":
@@ -254,7 +254,7 @@ def test_ssd_scan_of_a_request_ignores_neighbouring_requests(
 
 
 @pytest.mark.parametrize(("tiling", "shape", "chunk", "dtype"), FORMS)
-def test_ssd_scan_casts_stored_states_but_carries_exact_ones(
+def test_ssd_scan_casts_only_stored_states_and_carries_fp32_states(
     tiling: HopperTiling | None, shape: SSMShape, chunk: int, dtype: torch.dtype, device: str
 ) -> None:
     if tiling and device == "cpu":
@@ -421,7 +421,7 @@ def test_ssd_scan_tiles_are_consecutive_and_cut_at_absolute_positions(
     assert tiles.slots[1] == 7 and (tiles.y == 1).all()
 
 
-def test_ssd_scan_names_the_mismatched_argument_it_refuses(device: str) -> None:
+def test_ssd_scan_error_names_the_mismatched_argument(device: str) -> None:
     steps = random_steps(20, device, SMALL)
     rows, pool = pack_rows([RowSpec(20)], 16, device), make_pool(SMALL, torch.float32, device)
     tokens, weights = steps.tokens, steps.weights

@@ -124,7 +124,7 @@ def test_float64_state_replay_matches_the_recurrence_over_long_texts(seed: int) 
 def test_stored_replay_states_depend_only_on_the_tokens(
     shape: SSMShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """They are bitwise equal to single-token steps for any drafts, accepted tokens, batch and capacity."""
+    """Stored states equal those of single-token steps bitwise, for any drafts, accepted tokens, batch and capacity."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 3)))
     ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
@@ -163,7 +163,7 @@ def test_float32_replay_equals_state_verify_bit_for_bit(op: Op, device: str) -> 
         assert request.folded > 0 and same_bits(pool[0], requests.pool[request.slot])
 
 
-def test_state_replay_may_start_at_any_position(op: Op, device: str) -> None:
+def test_state_replay_can_start_at_any_position(op: Op, device: str) -> None:
     """After prefill, the stored state may be at any position, and the ring is empty."""
     torch.manual_seed(2)
     requests = ReplayedRequests(texts(2, 30, device), SHAPE, 8, 3, starts=[5, 11])
@@ -187,7 +187,7 @@ def test_nan_token_in_state_replay_affects_only_later_tokens_of_its_request(op: 
 
 
 @BOTH_POOLS
-def test_bf16_replay_states_are_cast_once_per_ring_length(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_stored_replay_states_are_cast_once_per_ring_length(dtype: torch.dtype, op: Op, device: str) -> None:
     torch.manual_seed(4)
     requests = ReplayedRequests(texts(1, 9, device), SHAPE, 4, 9, dtype=dtype)
     (request,) = requests.requests
@@ -299,9 +299,9 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "C": (lambda t, p, r, w, n: (replace(t, C=t.C[:, :, :1]), p, r, w, n), "C must have"),
     "pool": (lambda t, p, r, w, n: (t, p[:, :, 1:], r, w, n), "ssm_pool"),
     "ring_len": (lambda t, p, r, w, n: (t, p, r, w, 6), "power of two"),
-    "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "at least 13 positions"),
-    "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x[:, :, 1:]), w, n), "need x of the ring"),
-    "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "need B of the ring of"),
+    "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "must be at least 13 and"),
+    "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x[:, :, 1:]), w, n), "x of the ring must have shape"),
+    "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "B of the ring must be"),
     "steps": (lambda t, p, r, w, n: (t, p, replace(r, steps=r.steps.mT.contiguous().mT), w, n), "contiguous within"),
     "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "slots must be int32"),
     "computed": (lambda t, p, r, w, n: (t, p, r, replace(w, computed=w.computed[:0]), n), "computed"),
@@ -323,7 +323,7 @@ def test_state_replay_refuses_mismatched_arguments(name: str) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("inputs", [torch.float32, pytest.param(torch.bfloat16, marks=[pytest.mark.gpu, needs_cuda])])
 def test_replay_error_over_4096_tokens_is_at_most_that_of_state_verify(inputs: torch.dtype, device: str) -> None:
-    """Relative to the fp64 recurrence; bf16 states, rounded once per ring instead of per token, are far better.
+    """Errors are relative to the fp64 recurrence. Replay rounds bf16 states once per ring instead of per token.
 
     The errors of states are means over all folds: that of one fold depends on the few tokens before it.
     """

@@ -57,7 +57,7 @@ def make_pool(num_slots: int, dtype: torch.dtype, device: str, filled: set[int])
 
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("slots", [[6], [5, PAD_SLOT, 0], [PAD_SLOT, 3, 7, 1]])
-def test_state_verify_of_one_token_is_one_step_of_the_recurrence(
+def test_state_verify_of_one_token_equals_one_step_of_the_recurrence(
     groups: int, slots: list[int], op: Op, device: str
 ) -> None:
     torch.manual_seed(groups)
@@ -77,7 +77,7 @@ def test_state_verify_of_one_token_is_one_step_of_the_recurrence(
     assert_untouched(before, pool, written)
 
 
-def test_state_verify_ignores_padding_of_nan(op: Op, device: str) -> None:
+def test_state_verify_ignores_nan_in_padding(op: Op, device: str) -> None:
     step = random_steps(3, device, SHAPE)
     step.poison(slice(None))
     pool = poisoned_pool((NUM_SLOTS, *SHAPE.state), torch.float32, device, filled=(0, 1))
@@ -127,7 +127,7 @@ def test_state_verify_equals_single_token_steps_bit_for_bit(seed: int, dtype: to
 
 @BOTH_POOLS
 @pytest.mark.parametrize("seed", seeds(8))
-def test_state_verify_is_unaffected_by_drafts_rejected_before(
+def test_state_verify_is_unaffected_by_drafts_rejected_in_earlier_steps(
     seed: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(seed)
@@ -170,7 +170,7 @@ def test_state_verify_matches_the_prefill_scan(num_drafts: int, op: Op, device: 
         torch.testing.assert_close(pool[spec.columns[num_drafts]], scanned[row.final], rtol=2e-5, atol=2e-5)
 
 
-def test_state_verify_keeps_nan_in_its_request_and_zeros_extra_tokens(op: Op, device: str) -> None:
+def test_state_verify_nan_stays_in_its_request_and_extra_tokens_become_zero(op: Op, device: str) -> None:
     torch.manual_seed(4)
     specs = [VerifySpec(3, (0, 1, 2)), VerifySpec(2, (3, 4)), VerifySpec(1, (5,))]
     step = random_steps(8, device, SHAPE)
@@ -288,7 +288,7 @@ BAD_CALLS = {
     "D": (lambda t, w, p, r: (t, replace(w, D=w.D[:1]), p, r), "D must have"),
     "channels": (lambda t, w, p, r: (replace(t, x=t.x.mT.contiguous().mT), w, p, r), "x must be contiguous within"),
     "pool": (lambda t, w, p, r: (t, w, p[:, :, 1:], r), "ssm_pool"),
-    "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "must be contiguous"),
+    "transposed pool": (lambda t, w, p, r: (t, w, p.mT.contiguous().mT, r), "states in ssm_pool must be contiguous"),
     "pool's device": (lambda t, w, p, r: (t, w, p.to("meta"), r), "ssm_pool"),
     "accepted": (lambda t, w, p, r: (t, w, p, replace(r, accepted=r.accepted.long())), "accepted"),
     "cu_tokens": (lambda t, w, p, r: (t, w, p, replace(r, cu_tokens=r.cu_tokens[1:])), "cu_tokens"),

@@ -62,7 +62,7 @@ def uniforms_of(count: int) -> Tensor:
     ("vocab_size", "spread", "dtype"),
     [(5, 1.0, torch.float32), (4097, 0.3, torch.float32), (8999, 3.0, torch.bfloat16), (4096, 2.0, torch.float16)],
 )
-def test_sampling_kernels_pick_the_same_tokens_as_the_reference(
+def test_sampling_kernels_sample_the_same_tokens_as_the_reference(
     vocab_size: int, spread: float, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(vocab_size)
@@ -75,7 +75,7 @@ def test_sampling_kernels_pick_the_same_tokens_as_the_reference(
 
 @needs_kernels
 @pytest.mark.parametrize("chosen", [(1.0, 0, 0.5012345), (1.0, 20, 0.0), (1.0, 4500, 0.3012345)], ids=str)
-def test_sampling_kernels_keep_the_first_tokens_of_equal_logits(chosen: Setting) -> None:
+def test_sampling_kernels_keep_the_lowest_token_ids_among_equal_logits(chosen: Setting) -> None:
     """There are more equal logits than a list can hold, so whole rows are searched."""
     num_rows = 2 if INTERPRETED else len(UNIFORMS)
     rows, uniforms = rows_of(torch.zeros(num_rows, 5000), [chosen] * num_rows), uniforms_of(num_rows)

@@ -34,9 +34,9 @@ def test_token_mask_refuses_mismatched_arguments(device: str) -> None:
     logits = torch.zeros(2, 64, device=device)
     rows = torch.zeros(1, dtype=torch.int32, device=device)
     masks = torch.zeros(1, 2, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match="1 words cover 32 of 64 tokens; need 2 words"):
+    with pytest.raises(ValueError, match="masks must have 2 words to cover 64 tokens, found 1"):
         mask_tokens(logits, masks[:, :1].contiguous(), rows)
     with pytest.raises(ValueError, match="masks must be contiguous int32"):
         mask_tokens(logits, masks.long(), rows)
-    with pytest.raises(ValueError, match=r"shapes must be logits \[n, vocab\]"):
+    with pytest.raises(ValueError, match=r"logits must have shape \[n, vocab\]"):
         mask_tokens(logits, masks, rows[:0])

@@ -128,7 +128,7 @@ BATCHES = st.tuples(st.lists(st.integers(0, 4), max_size=6), st.integers(0, 2), 
 
 
 @given(BATCHES)
-def test_draft_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
+def test_acceptance_by_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
     lengths, num_padding, seed = batch
     rng = np.random.default_rng(seed)
     rows = [random_row(num_drafts, rng) for num_drafts in lengths]
@@ -139,7 +139,7 @@ def test_draft_matching_equals_a_loop_over_the_drafts(batch: tuple[list[int], in
 
 @pytest.mark.parametrize("max_drafts", [0, 1, 4, 7])
 @pytest.mark.parametrize("num_padding", [0, 3])
-def test_draft_matching_kernel_equals_its_reference(max_drafts: int, num_padding: int, device: str) -> None:
+def test_acceptance_by_matching_kernel_equals_its_reference(max_drafts: int, num_padding: int, device: str) -> None:
     rng = np.random.default_rng(max_drafts)
     rows = [random_row(int(rng.integers(max_drafts + 1)), rng) for _ in range(40)]
     batch = batch_of(rows, device, num_padding=num_padding, max_drafts=max_drafts)
@@ -154,7 +154,7 @@ def test_draft_matching_kernel_equals_its_reference(max_drafts: int, num_padding
 
 
 @given(BATCHES)
-def test_draft_ratio_test_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
+def test_acceptance_by_ratio_equals_a_loop_over_the_drafts(batch: tuple[list[int], int, int]) -> None:
     lengths, num_padding, seed = batch
     rng = np.random.default_rng(seed)
     rows = [random_row(num_drafts, rng) for num_drafts in lengths]

@@ -14,6 +14,17 @@ from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
 PATTERN = "MEM*"
 SETTINGS = CacheConfig(block_size_tokens=128, buffer_size_gb=0.01, max_sequence_length=256)
 
+TINY_HYBRID: dict[str, Any] = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "mamba_state_dim": 16,
+    "mamba_num_groups": 1,
+    "normalization": "RMSNorm",
+    "add_bias_linear": False,
+    "use_mamba_mem_eff_path": False,
+}
+"""Settings of Megatron's that tests of tiny hybrid models share."""
+
 
 def configured(**settings: Any) -> TransformerConfig:
     """Return the configuration of a tiny hybrid with four experts; the settings are set after Megatron's checks."""
@@ -23,13 +34,7 @@ def configured(**settings: Any) -> TransformerConfig:
         num_attention_heads=2,
         num_moe_experts=4,
         moe_ffn_hidden_size=32,
-        mamba_num_heads=4,
-        mamba_head_dim=32,
-        mamba_state_dim=16,
-        mamba_num_groups=1,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        use_mamba_mem_eff_path=False,
+        **TINY_HYBRID,
     )
     for name, value in settings.items():
         setattr(config, name, value)

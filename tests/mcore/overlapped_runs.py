@@ -33,7 +33,7 @@ def start(
     return run
 
 
-def penalised(num_tokens: int) -> SamplingParams:
+def penalized(num_tokens: int) -> SamplingParams:
     """Return parameters of a request sampled from logits that depend on its text."""
     sampling = SamplingParams(num_tokens_to_generate=num_tokens, temperature=1.0, termination_id=-1)
     add_fields(sampling, logits={"presence_penalty": 0.5})

@@ -155,10 +155,14 @@ BAD_REQUESTS: dict[str, tuple[list[int], SamplingParams, tuple[str, ...]]] = {
         ("materialize_only_last_token_logits=False", "skip_prompt_log_probs=True"),
     ),
     "top-n without log-probs": (some_tokens(5), greedy(4, top_n_logprobs=2), ("top_n_logprobs=2", "return_log_probs")),
-    "negative temperature": (some_tokens(5), greedy(4, temperature=-0.5), ("temperature=-0.5", "temperature >= 0")),
+    "negative temperature": (
+        some_tokens(5),
+        greedy(4, temperature=-0.5),
+        ("temperature=-0.5", "temperature must be finite and at least 0"),
+    ),
     "temperature that is no number": (some_tokens(5), greedy(4, temperature=float("nan")), ("temperature=nan",)),
-    "negative top_k": (some_tokens(5), greedy(4, top_k=-2), ("top_k=-2", "top_k >= 0")),
-    "top_p above 1": (some_tokens(5), greedy(4, top_p=1.5), ("top_p=1.5", "from 0 to 1")),
+    "negative top_k": (some_tokens(5), greedy(4, top_k=-2), ("top_k=-2", "top_k between 0 and")),
+    "top_p above 1": (some_tokens(5), greedy(4, top_p=1.5), ("top_p=1.5", "top_p between 0 and 1")),
 }
 
 
@@ -212,7 +216,7 @@ def test_failed_request_is_reported_when_the_engine_resumes() -> None:
     run.assert_nothing_held()
 
 
-def test_failed_request_is_unfinished_until_its_error_is_reported() -> None:
+def test_failed_request_counts_as_unfinished_until_its_error_is_reported() -> None:
     run = start_run()
     run.add(0, [])
     assert run.engine.has_unfinished_requests()
@@ -247,7 +251,7 @@ def test_request_added_to_the_context_twice_is_refused() -> None:
 
 @pytest.mark.parametrize(("model", "found"), [(None, "None"), ("model", "'model'"), (torch.nn.Linear(1, 1), "Linear")])
 def test_engine_built_without_a_model_raises_type_error(model: Any, found: str) -> None:
-    with pytest.raises(TypeError, match=f"only a MambaModel can be served, found {found}"):
+    with pytest.raises(TypeError, match=f"model must be a MambaModel, found {found}"):
         build_engine(model)
 
 
@@ -258,7 +262,7 @@ def test_engine_built_with_a_dict_of_settings_raises_type_error() -> None:
 
 @pytest.mark.parametrize("spec", [None, local_hybrid_spec, torch.nn.Linear], ids=["None", "function", "class"])
 def test_layer_spec_of_the_wrong_type_is_refused(spec: Any) -> None:
-    with pytest.raises(TypeError, match="needs the ModuleSpec of a MambaStack, found"):
+    with pytest.raises(TypeError, match="spec must be the ModuleSpec of a MambaStack, found"):
         with_mamba_cache(spec)
 
 
@@ -323,7 +327,7 @@ def test_out_of_memory_error_names_the_limits_to_lower(
 
 def test_block_size_must_be_a_multiple_of_the_ssm_chunk() -> None:
     subject = tiny_hybrid(ssm_chunk_size=16)
-    with pytest.raises(ValueError, match=r"chunk size 16, found 24"):
+    with pytest.raises(ValueError, match=r"block_size_tokens must be .*chunk size 16, found 24"):
         build_engine(subject.model, cache_config(subject.sizes, block_size_tokens=24))
     run = EngineRun.start(subject, cache_config(subject.sizes, block_size_tokens=24, prefix_caching=False))
     run.run(0, some_tokens(50))
@@ -385,13 +389,13 @@ def test_request_refused_by_add_request_is_not_queued(settings: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("sampling", "words"),
     [
-        (greedy(4, top_k=2**31), ("top_k=2147483648", "below 2**31")),
+        (greedy(4, top_k=2**31), ("top_k=2147483648", "between 0 and 2**31 - 1")),
         (greedy(4, temperature=None), ("temperature", "None")),
         (greedy(4, top_p="0.5"), ("top_p", "'0.5'")),
         (greedy(4, top_p=float("nan")), ("top_p=nan",)),
         (greedy(4, top_k=2.0), ("top_k", "2.0")),
         (greedy(4, top_n_logprobs=10**6, return_log_probs=True, skip_prompt_log_probs=True), ("1000000", "96")),
-        (greedy(0), ("num_tokens_to_generate is 0", "1 or more")),
+        (greedy(0), ("num_tokens_to_generate is 0", "at least 1 (num_tokens_total")),
     ],
     ids=["top_k", "temperature", "top_p", "top_p nan", "broken top_k", "top_n_logprobs", "no tokens"],
 )

@@ -68,7 +68,7 @@ def test_cancelling_a_finished_or_unknown_request_returns_false() -> None:
     assert not run.engine.cancel_request(0) and not run.engine.cancel_request(7)
 
 
-def test_cached_blocks_of_a_cancelled_request_are_reused_by_the_next() -> None:
+def test_cached_blocks_of_a_cancelled_request_are_reused_by_the_next_request() -> None:
     run = start_run()
     run.add(0, some_tokens(50), 40)
     run.step()
@@ -77,7 +77,7 @@ def test_cached_blocks_of_a_cancelled_request_are_reused_by_the_next() -> None:
     run.assert_exact()
 
 
-def test_request_continues_when_the_prefix_it_waits_for_is_cancelled() -> None:
+def test_request_continues_when_the_request_computing_its_prefix_is_cancelled() -> None:
     run = start_run(max_tokens=24)
     run.add(0, some_tokens(60), 4)
     run.add(1, some_tokens(60), 4)
@@ -121,7 +121,7 @@ def test_refused_request_can_be_cancelled_before_its_report() -> None:
         for form, share in (("dense", True), ("gated delta", index % 4 == 1))
     ],
 )
-def test_random_cancels_leak_no_memory_and_change_no_token(name: str, num_drafts: int, form: str) -> None:
+def test_random_cancellations_leak_no_memory_and_change_no_token(name: str, num_drafts: int, form: str) -> None:
     tally, num_cancelled = OracleTally(), 0
     for seed in range(3):
         rng = random.Random(f"cancels {name} {seed} {num_drafts}")

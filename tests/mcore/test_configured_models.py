@@ -45,8 +45,8 @@ def test_moe_model_is_built() -> None:
     ("setting", "value", "shown"),
     [
         ("moe_router_score_function", "tanh", "'tanh'.*support"),
-        ("moe_router_load_balancing_type", "sinkhorn", "'sinkhorn'.*set 'none'"),
-        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], "'sinkhorn'.*set 'none'"),
+        ("moe_router_load_balancing_type", "sinkhorn", "'sinkhorn'.*set it to 'none'"),
+        ("moe_router_load_balancing_type", ["aux_loss", "sinkhorn"], "'sinkhorn'.*set it to 'none'"),
         ("moe_apply_probs_on_input", True, "True.*support"),
         ("moe_router_force_load_balancing", True, "True.*support"),
         ("moe_expert_capacity_factor", 1.5, "1.5.*support"),
@@ -54,8 +54,12 @@ def test_moe_model_is_built() -> None:
         ("add_bias_linear", True, "True.*support"),
         ("num_moe_experts", None, "None.*set num_moe_experts"),
         ("top_k", {"moe_router_topk": 8}, "8, but a token can choose from 4"),
-        ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1, which is less than .*group_topk, 2; each"),
-        ("moe_router_pre_softmax", GROUPS | {"moe_router_pre_softmax": True}, "True, but a group with more"),
+        ("moe_router_topk", GROUPS | {"moe_router_topk": 1}, "1; it must be at least .*group_topk, 2, so that each"),
+        (
+            "moe_router_pre_softmax",
+            GROUPS | {"moe_router_pre_softmax": True},
+            "True, which is supported only if .* depends on 2: set",
+        ),
         ("activation_func_clamp_value", 7.0, "7.0.*support"),
         ("glu_linear_offset", 1.0, "1.0.*support"),
         ("window_size", (4, 0), r"\(4, 0\).*support"),
@@ -76,7 +80,9 @@ def test_unsupported_model_configuration_is_refused(setting: str, value: Any, sh
 @pytest.mark.usefixtures("no_layers")
 def test_moe_layer_pattern_is_refused_when_the_spec_has_no_experts() -> None:
     """Megatron would skip these layers, and tokens would be wrong."""
-    with pytest.raises(ValueError, match=r"num_experts is None.*hybrid_override_pattern.*set num_experts"):
+    with pytest.raises(
+        ValueError, match=r"LocalSpecOptions\.num_experts is None.*hybrid_override_pattern.*set num_experts"
+    ):
         built(configured(), local_hybrid_spec())
 
 
@@ -85,7 +91,7 @@ def test_spec_without_a_layer_type_used_in_the_pattern_is_refused() -> None:
     spec = local_hybrid_spec()
     spec.submodules.mlp_layer = IdentityOp
     model = built(configured(), spec, hybrid_override_pattern="M-M*")
-    with pytest.raises(ValueError, match="layer pattern contains '-', but its spec has no such layer"):
+    with pytest.raises(ValueError, match="layer pattern contains '-', but its spec has no layer of this type"):
         build_engine(model, SETTINGS)
 
 
@@ -133,7 +139,9 @@ def test_custom_mixer_or_attention_class_is_refused(layer: str, part: str, base:
     spec = ModuleSpec(MambaStack, submodules=layers)
     with_mamba_cache(spec)
     setattr(getattr(layers, layer).submodules, part, ModuleSpec(own))
-    with pytest.raises(ValueError, match=f"Own.* instead of a {base.__name__}"):
+    with pytest.raises(
+        ValueError, match=f"Own.* as its {part}, which cannot be replaced.*; it must be {base.__name__}"
+    ):
         with_mamba_cache(spec)
 
 
@@ -141,5 +149,5 @@ def test_custom_core_attention_class_is_refused() -> None:
     spec = spec_with_experts()
     own = type("Own", (DotProductAttention,), {"__module__": "somewhere"})
     spec.submodules.attention_layer.submodules.self_attention.submodules.core_attention = own
-    with pytest.raises(ValueError, match="core_attention is Own, which steps would not call"):
+    with pytest.raises(ValueError, match="core_attention is Own, which would never be called"):
         built(configured(), spec)

@@ -217,7 +217,7 @@ def test_step_with_many_prompts_replays_a_graph(models: Any, replays: bool, monk
 
 
 @pytest.mark.parametrize("num_prompt", [10, 60])
-def test_prefill_steps_include_drafts_only_if_no_graph_is_lost(num_prompt: int) -> None:
+def test_prefill_step_has_drafts_only_if_no_captured_graph_fits_its_prompt(num_prompt: int) -> None:
     """Graphs hold up to 40 prompt tokens and no drafts: only longer prompts run with drafts."""
     subject = tiny_hybrid()
     plain = EngineRun.start(subject, cache_config(subject.sizes))
@@ -243,7 +243,7 @@ def test_prefill_steps_include_drafts_only_if_no_graph_is_lost(num_prompt: int) 
     run.assert_exact()
 
 
-def test_largest_prefill_graph_is_where_compute_time_equals_launch_time(
+def test_prefill_graphs_end_at_the_size_where_compute_time_equals_launch_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_shape, "_LAUNCHED_MACS", 100 * tiny_hybrid().shape.layer_weights)
@@ -341,7 +341,7 @@ def test_cuda_graphs_change_no_sampled_token(num_drafts: int) -> None:
     assert texts[0] == texts[1]
 
 
-def test_prompt_log_probs_are_right_when_other_steps_replay_graphs() -> None:
+def test_prompt_log_probs_are_correct_when_other_steps_replay_graphs() -> None:
     subject = tiny_hybrid()
     config = with_graphs(cache_config(subject.sizes))
     run = EngineRun.start(subject, config, scores_prompts=True)
@@ -394,7 +394,7 @@ def test_no_graphs_are_captured_when_the_host_waits_for_expert_routing(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay calls no hook")
-def test_padding_tokens_are_routed_to_no_expert() -> None:
+def test_padding_tokens_are_not_routed_to_experts() -> None:
     subject = tiny_hybrid(pattern="ME*")
     run = EngineRun.start(subject, with_graphs(cache_config(subject.sizes, max_requests=8)))
     mixture, chosen = subject.model.decoder.layers[1].mlp, []
@@ -436,7 +436,7 @@ def test_engine_on_a_cpu_runs_without_cuda_graphs(
     assert run.counters.graph_steps == 0
 
 
-def test_python_garbage_is_collected_before_a_capture_and_not_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_garbage_collector_runs_before_a_graph_capture_but_not_during_it(monkeypatch: pytest.MonkeyPatch) -> None:
     collected: list[bool] = []
 
     class Garbage:

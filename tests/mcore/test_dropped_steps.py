@@ -48,7 +48,7 @@ def step_while(run: EngineRun, act: Callable[[EngineRun], None]) -> None:
         while not run.context.is_computing:
             await asyncio.sleep(0)
         act(run)
-        with pytest.raises(CacheIntegrityError, match="dropped while it was computed"):
+        with pytest.raises(CacheIntegrityError, match="the step was dropped during its forward pass"):
             await step
 
     run.engine._loop.run_until_complete(step_and_act())

@@ -216,7 +216,7 @@ class Prompt:
 
 
 @pytest.mark.parametrize(("blocks", "reads"), [([[0], [3]], True), ([[4], [1]], False), ([[1], [4, 2]], False)])
-def test_graph_is_not_replayed_if_a_prompt_block_is_out_of_its_range(blocks: list[list[int]], reads: bool) -> None:
+def test_graph_is_not_replayed_if_a_prompt_block_is_beyond_its_range(blocks: list[list[int]], reads: bool) -> None:
     graph = SimpleNamespace(_attention=SimpleNamespace(last_block=3))
     requests = [Prompt([9], is_prefilling=False), *map(Prompt, blocks)]
     assert StepGraph.reads_blocks_of(graph, requests) is reads  # type: ignore[arg-type]

@@ -40,7 +40,7 @@ def totals() -> Iterator[WorkloadTotals]:
 @pytest.mark.parametrize("seeds", SEEDS)
 @pytest.mark.parametrize("has_drafts", [False, True])
 @pytest.mark.parametrize(("name", "form"), CASES)
-def test_greedy_tokens_are_the_oracles_best_among_those_the_grammar_allows(
+def test_greedy_token_is_the_most_probable_token_that_the_grammar_allows(
     name: str, form: str, has_drafts: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     def run(seed: int) -> WorkloadOutcome:
@@ -67,7 +67,7 @@ def test_greedy_tokens_are_the_oracles_best_among_those_the_grammar_allows(
         pytest.param("roomy", False, marks=pytest.mark.long),
     ],
 )
-def test_requests_with_and_without_grammars_are_right_in_cuda_graphs(
+def test_requests_with_and_without_grammars_share_cuda_graphs_correctly(
     name: str, keeps_all_logits: bool, totals: WorkloadTotals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture_without_cuda(monkeypatch)

@@ -48,7 +48,7 @@ SCHEMAS = [
 
 
 @pytest.mark.parametrize("seeds", SCHEMAS, ids=lambda seeds: f"from {seeds.start}")
-def test_replies_follow_their_schemas_with_any_drafts_and_cache(seeds: range) -> None:
+def test_replies_follow_their_json_schemas_with_and_without_drafts_and_cache(seeds: range) -> None:
     check_schemas(seeds)
 
 
@@ -171,7 +171,7 @@ def test_grammar_request_must_stop_at_the_tokenizers_end_token(end: int) -> None
         add_fields(params, **(grammar | {"stop_token_ids": stops}))
         run.add(request_id, [1, 2, 3], params)
     run.finish()
-    reason = f"termination_id is {end}, and a reply that follows a grammar ends with token {END}"
+    reason = f"termination_id is {end}, but a reply that follows a grammar ends with token {END}"
     assert reason in str(run.finished[0].events[0].payload)
     for request_id in (1, 2):
         tokens = run.tokens(request_id)

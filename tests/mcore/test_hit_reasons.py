@@ -19,7 +19,7 @@ def reasons(run: EngineRun) -> dict[str, int]:
     return run.context.snapshot().counters.requests_without_hit
 
 
-def test_cache_miss_is_short_prompt_up_to_one_block_and_new_prefix_above() -> None:
+def test_miss_reason_is_short_prompt_for_one_block_and_new_prefix_for_more() -> None:
     run = start_run()
     run.run(0, some_tokens(BLOCK))
     run.run(1, some_tokens(BLOCK + 1, seed=1))

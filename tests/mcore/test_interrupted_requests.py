@@ -204,7 +204,7 @@ def test_interruption_keeps_cache_breakpoints_and_their_ttl(name: str, num_gener
 
 @pytest.mark.parametrize("prompt_len", [SHARED, SHARED + 7, 5], ids=["whole blocks", "a part of a block", "no block"])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_interrupted_request_caches_as_much_for_later_requests(name: str, prompt_len: int) -> None:
+def test_interruption_does_not_reduce_the_prefix_that_a_request_caches(name: str, prompt_len: int) -> None:
     skipped = []
     for interrupt in (None, INTERRUPTIONS[name]):
         run = start_run(decode_checkpoints="none")
@@ -221,7 +221,7 @@ def test_interrupted_request_caches_as_much_for_later_requests(name: str, prompt
 
 @pytest.mark.parametrize("num_generated", [0, 1, 4])
 @pytest.mark.parametrize("name", INTERRUPTIONS)
-def test_interruption_keeps_stop_words_end_tokens_and_length_limits(name: str, num_generated: int) -> None:
+def test_interruption_keeps_stop_strings_end_tokens_and_length_limits(name: str, num_generated: int) -> None:
     """End by a stop word that began before the interruption, a stop token, another end token, or the length."""
     run = start_run()
     run.run(50, some_tokens(30), 20)

@@ -44,7 +44,7 @@ def test_kv_allocator_has_the_interface_of_megatrons_allocator() -> None:
         assert own == theirs
 
 
-def test_pool_of_ten_blocks_has_nine_usable_ones_and_a_dummy() -> None:
+def test_pool_of_ten_blocks_has_nine_usable_blocks_and_a_dummy() -> None:
     own = allocator()
     assert (own.total_avail, own.dummy_block_idx, own.active_count, own.paused_count) == (9, 9, 7, 2)
     blocks = take(own, 9)

@@ -10,7 +10,7 @@ from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random
 @pytest.mark.parametrize("kind", [OneTokenColumnLinear, OneTokenRowLinear])
 @pytest.mark.parametrize("num_tokens", [1, 3])
 @pytest.mark.parametrize("mode", ["inference", "no gradient", "gradient", "bias", "bias by place", "split tokens"])
-def test_linear_layers_skip_the_autograd_function_without_a_gradient(
+def test_linear_layers_skip_the_autograd_function_if_no_gradient_is_needed(
     kind: type, num_tokens: int, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = random_hybrid_model(RandomHybridConfig(pattern="M*-"))

@@ -30,7 +30,7 @@ def test_prompt_log_probs_match_the_oracle_under_chunked_prefill(max_tokens: int
     run.assert_matches_oracle().assert_few_stops()
 
 
-def test_request_with_prompt_log_probs_reuses_no_cache_but_fills_it() -> None:
+def test_request_with_prompt_log_probs_does_not_reuse_the_cache_but_fills_it() -> None:
     run = start_run()
     assert run.run(0, some_tokens(50), greedy(4, return_log_probs=True)) == 50
     assert run.run(1, some_tokens(50)) == 2
@@ -56,7 +56,7 @@ def test_request_for_generated_log_probs_only_reuses_the_cache(max_tokens: int) 
     assert not request.prompt_log_probs
 
 
-def test_only_requests_that_want_log_probs_get_them() -> None:
+def test_log_probs_are_returned_only_for_requests_that_ask_for_them() -> None:
     run = start_run()
     run.add(0, some_tokens(30), greedy(6, return_log_probs=True))
     run.add(1, some_tokens(30, seed=1))

@@ -147,17 +147,17 @@ def test_states_of_steps_before_a_flush_are_not_cached() -> None:
     run.assert_exact()
 
 
-def penalised() -> SamplingParams:
+def penalized() -> SamplingParams:
     """Return settings whose tokens are sampled only once the preceding ones are read."""
     sampling = greedy(60)
     add_fields(sampling, logits={"presence_penalty": 1.5})
     return sampling
 
 
-def start_with_penalised() -> EngineRun:
+def start_with_penalized() -> EngineRun:
     """Return an engine of two requests and one with penalties, so that states are copied when a step lands."""
     run = start(2, 60, decode_checkpoints="all")
-    run.add(2, some_tokens(25, seed=7), penalised())
+    run.add(2, some_tokens(25, seed=7), penalized())
     while not run.engine.get_request(2).generated_tokens:
         run.step()
     return run
@@ -177,7 +177,7 @@ def step_until_reserved(run: EngineRun, request_id: int) -> RunningRequest:
 def test_boundary_states_are_copied_even_if_verification_is_late(
     request_id: int, disturb: Callable[[EngineRun], None] | None
 ) -> None:
-    run = start_with_penalised()
+    run = start_with_penalized()
     boundary = step_until_reserved(run, request_id).computed + 1
     if disturb is not None:
         disturb(run)
@@ -191,7 +191,7 @@ def test_boundary_states_are_copied_even_if_verification_is_late(
 
 def test_no_boundary_state_is_copied_for_a_requeued_request() -> None:
     """Its slot may belong to another request by then."""
-    run = start_with_penalised()
+    run = start_with_penalized()
     assert_nothing_is_copied_for(step_until_reserved(run, 0), run)
     run.finish()
     run.assert_matches_oracle([0, 1]).assert_few_stops()

@@ -18,7 +18,7 @@ from tests.mcore.overlapped_runs import (
     EVENTS_DURING_A_STEP,
     assert_nothing_is_copied_for,
     is_ahead,
-    penalised,
+    penalized,
     start,
     step_until_ahead,
 )
@@ -150,7 +150,7 @@ def test_no_boundary_state_is_copied_for_a_requeued_draft_request(form: str) -> 
 
 
 @pytest.mark.parametrize("settings", [{"run_ahead": False}, {"rank_digest_steps": 1}], ids=str)
-def test_draft_steps_do_not_overlap_when_disabled_or_comparing_ranks(settings: dict[str, Any]) -> None:
+def test_draft_steps_do_not_overlap_when_disabled_or_when_ranks_are_compared(settings: dict[str, Any]) -> None:
     run = start_drafted(block_size_tokens=64, **settings)
     assert finish(run) == 0
 
@@ -215,7 +215,7 @@ def test_no_step_overlaps_while_another_request_is_paused() -> None:
 
 
 LOOKED_AT: dict[str, Callable[[], SamplingParams]] = {
-    "penalties": lambda: penalised(40),
+    "penalties": lambda: penalized(40),
     "log-probs": lambda: greedy(40, return_log_probs=True, skip_prompt_log_probs=True, top_n_logprobs=2),
     "stop words": lambda: greedy(40, stop_words=["95 95 95"]),
 }
@@ -304,7 +304,7 @@ def test_reports_are_the_same_with_and_without_overlapped_steps() -> None:
 @in_either_form
 @pytest.mark.parametrize("gone", [0, 1, 2])
 @pytest.mark.parametrize("only_last", [False, True])
-def test_log_probs_are_right_when_another_request_leaves(only_last: bool, gone: int) -> None:
+def test_log_probs_are_correct_when_another_request_leaves(only_last: bool, gone: int) -> None:
     found = []
     for overlaps in (False, True):
         subject = tiny_hybrid()

@@ -132,7 +132,7 @@ def test_host_buffers_are_reused_only_after_their_copy_ended(monkeypatch: pytest
     run.assert_exact()
 
 
-def test_host_copy_has_the_values_from_when_it_started(device: str) -> None:
+def test_copy_to_the_host_has_the_values_at_the_time_it_was_started(device: str) -> None:
     tensor = torch.arange(6, device=device).view(3, 2)
     reading = HostCopy(tensor)
     tensor.zero_()
@@ -151,8 +151,7 @@ def test_waiting_requests_without_room_do_not_delay_steps() -> None:
     run.assert_exact()
 
 
-def test_queue_is_open_until_the_scheduler_visits_a_new_request() -> None:
-    """It stays open until the scheduler has visited the request."""
+def test_queue_is_settled_only_after_the_scheduler_has_visited_a_new_request() -> None:
     runner = start().context.runner
     runner.queue.note_waiting(has_waiting=False)
     runner.queue.note_scheduled(is_settled=True)

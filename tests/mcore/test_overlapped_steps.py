@@ -163,7 +163,7 @@ ASKED: dict[str, dict[str, Any]] = {
         for at, others in enumerate(("greedy", "sampled"))
     ],
 )
-def test_steps_still_overlap_when_some_requests_want_extra_outputs(
+def test_steps_still_overlap_when_some_requests_ask_for_extra_outputs(
     asked: dict[str, Any], are_others_sampled: bool
 ) -> None:
     found = []
@@ -215,14 +215,14 @@ def test_penalties_and_logit_biases_change_the_tokens() -> None:
     assert len(texts) == 4  # log-probs change nothing
 
 
-def test_empty_stop_word_ends_no_request() -> None:
+def test_empty_stop_string_does_not_end_any_request() -> None:
     run = start(2, 20)
     run.add(2, some_tokens(20, seed=9), greedy(20, stop_words=["", ""]))
     assert count_overlapped_steps(run) > 15
     assert not run.counters.steps_aborted and len(run.tokens(2)) == 20
 
 
-def test_steps_overlap_for_a_request_with_a_stop_word_of_two_tokens() -> None:
+def test_steps_overlap_for_a_request_with_a_stop_string_of_two_tokens() -> None:
     alone = start(1, 20)
     alone.run(2, some_tokens(20, seed=9), greedy(40))
     tokens = alone.tokens(2)
@@ -250,7 +250,7 @@ def _pairs(tokens: list[int]) -> set[tuple[int, ...]]:
 @pytest.mark.parametrize("name", ["roomy", "tight_blocks", "disturbed"])
 @pytest.mark.parametrize("changed_share", [pytest.param(0.0, marks=pytest.mark.long), 0.3])
 @pytest.mark.parametrize("models", [MODELS, pytest.param(GATED_DELTA_MODELS, marks=pytest.mark.long)], ids=KINDS)
-def test_graphs_overlap_cache_and_drafts_change_no_sampled_token(
+def test_sampled_tokens_do_not_depend_on_graphs_overlap_cache_or_drafts(
     name: str, seed: int, num_drafts: int, changed_share: float, models: Sequence[dict[str, Any]]
 ) -> None:
     """Compare graphs, overlapped steps, the cache, drafts and errors with a plain run."""
@@ -496,7 +496,7 @@ def test_each_overlapped_step_is_waited_for_exactly_once(monkeypatch: pytest.Mon
     monkeypatch.undo()
 
 
-def test_capturing_graphs_again_frees_those_of_an_overlapped_step() -> None:
+def test_capturing_graphs_again_frees_the_graphs_of_an_overlapped_step() -> None:
     run = start()
     step_until_ahead(run)
     graphs = [weakref.ref(graph) for graph in run.context.graphs._graphs.values()]
@@ -519,7 +519,7 @@ def test_no_request_joins_an_overlapped_step() -> None:
     run.assert_exact()
 
 
-def test_no_further_step_is_launched_when_the_caller_finishes_one() -> None:
+def test_no_further_step_is_launched_when_the_caller_finishes_the_current_step() -> None:
     run = start()
     step_until_ahead(run)
     run.engine.schedule_waiting_requests()
@@ -535,14 +535,14 @@ def test_no_further_step_is_launched_when_the_caller_finishes_one() -> None:
     )
 
 
-def test_tokens_that_differ_from_the_overlapped_steps_input_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_that_differ_from_the_input_of_the_overlapped_step_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     run = start()
     step_until_ahead(run)
     context = run.context
     fed = [request.generated[-1] for request in context.running_requests]
     batch = context.overlapped_step.lay_out(context.running_requests, draws_ratios=False)
     monkeypatch.setattr(context.runner, "_step", Step(batch))
-    with pytest.raises(CacheIntegrityError, match="other tokens"):
+    with pytest.raises(CacheIntegrityError, match="differ from the tokens its requests kept"):
         context.runner.land(StepTokens([(token + 1,) for token in fed]))
     assert [request.generated[-1] for request in context.running_requests] == fed
     context.runner.land(StepTokens([(token,) for token in fed]))

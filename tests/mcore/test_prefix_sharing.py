@@ -131,7 +131,7 @@ def test_request_waits_for_a_shared_prefix_only_if_its_state_is_kept(
     run.assert_exact()
 
 
-def test_cached_state_a_request_resumes_from_is_not_evicted_that_step() -> None:
+def test_state_that_a_request_resumes_from_is_not_evicted_in_the_same_step() -> None:
     run = start_run(cached_states=1, max_requests=2)
     run.run(0, some_tokens(33))
     run.add(1, some_tokens(33))  # takes a live slot and pins the one cached state

@@ -83,8 +83,8 @@ def test_top_n_lists_all_tokens_even_if_their_texts_are_equal(monkeypatch: pytes
 @pytest.mark.parametrize(
     ("count", "settings", "words"),
     [
-        (-1, SCORED, "from 0 to"),
-        (97, SCORED, "from 0 to the vocabulary's 96"),
+        (-1, SCORED, "between 0 and the vocabulary size"),
+        (97, SCORED, "between 0 and the vocabulary size 96"),
         (True, SCORED, "must be an int"),
         (2, {}, "needs return_log_probs=True"),
         (2, {"return_log_probs": True, "skip_prompt_log_probs": True}, "skip_prompt_log_probs=False"),
@@ -99,7 +99,7 @@ def test_invalid_prompt_top_n_is_refused(count: Any, settings: dict[str, Any], w
     assert words in str(run.finished[0].events[0].payload)
 
 
-def test_token_ranks_are_refused_by_an_engine_that_keeps_all_logits() -> None:
+def test_token_ranks_are_refused_if_the_engine_materializes_all_logits() -> None:
     subject = tiny_hybrid()
     run = EngineRun.start(subject, cache_config(subject.sizes), materialize_only_last_token_logits=False)
     ranked = greedy(2, **SCORED)
@@ -109,7 +109,7 @@ def test_token_ranks_are_refused_by_an_engine_that_keeps_all_logits() -> None:
     assert "scores_prompts=True" in str(run.finished[0].events[0].payload)
 
 
-def test_prompt_with_log_probs_is_computed_whole_and_cached() -> None:
+def test_prompt_with_log_probs_is_computed_in_full_and_cached() -> None:
     run = start_run()
     assert run.run(0, some_tokens(50), greedy(4, **SCORED)) == 50
     assert run.run(1, some_tokens(50)) == 2

@@ -43,7 +43,7 @@ def totals() -> Iterator[WorkloadTotals]:
 
 @pytest.mark.parametrize(("form", "replays", "seeds"), SEEDS)
 @pytest.mark.parametrize("name", FLAVOURS)
-def test_random_requests_match_the_oracle_and_leak_nothing(
+def test_random_requests_match_the_oracle_and_leak_no_memory(
     name: str, form: str, replays: bool, seeds: range, totals: WorkloadTotals
 ) -> None:
     flavour, models = FLAVOURS[name], MODEL_FORMS[form]

@@ -35,7 +35,7 @@ def start_captured(
     return EngineRun.start(subject, config)
 
 
-def test_attention_is_prepared_once_before_its_first_layer() -> None:
+def test_attention_is_prepared_once_before_the_first_attention_layer() -> None:
     calls: list[str] = []
 
     def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
@@ -102,7 +102,7 @@ def test_replayed_step_is_planned_once_before_its_attention(is_planned: bool, mo
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
-def test_prompt_in_blocks_out_of_the_graphs_range_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompt_with_blocks_beyond_the_graphs_range_runs_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CapturedReference, "last_block", 3)
     run = start_captured(is_planned=True, patch=monkeypatch)
     for index in range(5):
@@ -142,7 +142,7 @@ def test_failed_attention_plan_loses_no_token(number: int, is_planned: bool, mon
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a replay computes again only where there is no CUDA")
 @pytest.mark.parametrize(("failing_call", "begun", "dropped"), [(None, 8, 0), (1, 9, 1), (2, 9, 0), (6, 9, 1)])
-def test_graph_replay_starts_at_step_layout_and_is_dropped_on_error(
+def test_graph_replay_begins_after_the_step_is_planned_and_ends_on_an_error(
     failing_call: int | None, begun: int, dropped: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is prepared before, and states written by the first part are not used again."""

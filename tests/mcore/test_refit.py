@@ -371,7 +371,7 @@ def test_weights_version_loaded_again_reuses_no_earlier_states(resident: Refit) 
         resident.assert_exact(request_id)
 
 
-def test_coordinator_is_sent_only_cache_changes_after_a_suspend(refit: Refit) -> None:
+def test_suspended_engine_reports_only_cache_changes_to_the_coordinator(refit: Refit) -> None:
     run, reported = refit.run, ReportedKeys()
     run.engine._reports = reports = CacheReports(run.context, reported)
     run.run(0, some_tokens(PROMPT_LEN))
@@ -407,7 +407,7 @@ def test_invalid_weights_version_leaves_the_engine_suspended(refit: Refit) -> No
     run = refit.run
     run.engine.suspend()
     for call in (run.engine.resume, run.engine.flush):
-        with pytest.raises(ValueError, match="weights_version is 12; it must be Unicode text"):
+        with pytest.raises(ValueError, match="weights_version is 12; it must be a str that can be encoded as UTF-8"):
             call(12)  # type: ignore[arg-type]
     assert run.engine.is_suspended and run.context.weights_version == "0"
     run.engine.resume("12")

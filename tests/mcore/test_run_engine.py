@@ -65,7 +65,7 @@ def test_requests_added_from_other_threads_are_served() -> None:
     asyncio.run(serve())
 
 
-def test_request_refused_by_an_idle_engine_gets_the_reason() -> None:
+def test_request_refused_by_an_idle_engine_reports_the_reason() -> None:
     async def serve() -> None:
         async with running_engine() as run:
             await note_end(run, run.engine.add_request(0, some_tokens(9), greedy(100_000)))

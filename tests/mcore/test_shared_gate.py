@@ -15,6 +15,7 @@ from megatron_mamba_cache.mcore import expert_layer, stacked_experts
 from megatron_mamba_cache.mcore.expert_layer import MixtureOfExperts
 from megatron_mamba_cache.mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from megatron_mamba_cache.mcore.model_ranks import initialize_single_process
+from tests.mcore.configured_models import TINY_HYBRID
 
 
 def gated_layer(dtype: torch.dtype = torch.float32, **settings: Any) -> MixtureOfExperts:
@@ -31,13 +32,7 @@ def gated_layer(dtype: torch.dtype = torch.float32, **settings: Any) -> MixtureO
         moe_shared_expert_gate=True,
         activation_func=F.silu,
         gated_linear_unit=True,
-        mamba_num_heads=4,
-        mamba_head_dim=32,
-        mamba_state_dim=16,
-        mamba_num_groups=1,
-        normalization="RMSNorm",
-        add_bias_linear=False,
-        use_mamba_mem_eff_path=False,
+        **TINY_HYBRID,
         params_dtype=dtype,
     )
     for name, value in settings.items():

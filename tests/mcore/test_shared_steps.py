@@ -147,7 +147,7 @@ def test_expert_parallel_ranks_launch_the_same_steps_in_order(
         assert sum(numbers)
 
 
-def test_closing_rank_joins_the_step_another_rank_launched_early(
+def test_closing_rank_joins_the_step_that_another_rank_launched_early(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     capture_without_cuda(monkeypatch)

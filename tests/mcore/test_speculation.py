@@ -136,7 +136,7 @@ def test_rejected_drafts_past_a_block_end_cache_no_state(align_copies: list[int]
 
 @pytest.mark.parametrize("length", [1, 2, 3])
 @pytest.mark.parametrize("index", range(2, 16))
-def test_stop_word_inside_accepted_drafts_ends_the_request(index: int, length: int) -> None:
+def test_stop_string_inside_accepted_drafts_ends_the_request(index: int, length: int) -> None:
     text = greedy_texts()[0]
     word = text[13 + index : 13 + index + length]
     run = start_run(7, decode_checkpoints="all")

@@ -58,7 +58,9 @@ def test_draft_verification_writes_one_state_per_draft_token() -> None:
 
 
 @pytest.mark.parametrize(("settings", "width"), [({}, 0), ({"num_cuda_graphs": 2}, 4), ({"run_ahead": False}, 0)])
-def test_estimate_pads_captured_steps_to_the_draft_limit(settings: dict[str, Any], width: int) -> None:
+def test_estimated_width_of_captured_steps_includes_the_maximum_number_of_drafts(
+    settings: dict[str, Any], width: int
+) -> None:
     subject = tiny_hybrid()
     config = CacheConfig(num_speculative_tokens=3, **settings)
     time = step_time_of(subject.model, model_shape_of(subject.model), config, OneRank())
@@ -72,7 +74,7 @@ class SaysHowLong(NoisyDrafter):
         return 0.001 * num_drafts
 
 
-def test_draft_policy_waits_only_for_drafters_that_report_their_time() -> None:
+def test_draft_policy_is_patient_only_with_drafters_that_report_their_time() -> None:
     subject = tiny_hybrid()
     vocab = subject.sizes.vocab_size
     drafters = {

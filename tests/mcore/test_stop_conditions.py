@@ -46,7 +46,7 @@ def test_request_ends_with_its_termination_id() -> None:
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-def test_request_ends_in_the_step_that_completes_a_stop_word(length: int) -> None:
+def test_request_ends_in_the_step_that_completes_a_stop_string(length: int) -> None:
     prompt, reply = prompt_and_reply()
     word = reply[10 : 10 + length]
     run = start_run()
@@ -56,7 +56,7 @@ def test_request_ends_in_the_step_that_completes_a_stop_word(length: int) -> Non
     run.assert_nothing_held()
 
 
-def test_stop_word_of_a_text_tokenizer_ends_a_request() -> None:
+def test_stop_string_of_a_text_tokenizer_ends_a_request() -> None:
     prompt, reply = prompt_and_reply()
     start = next(i for i in range(2, NUM_TOKENS - 2) if max(reply[i : i + 2]) < 128)  # two bytes that are text
     word = reply[start : start + 2]
@@ -65,7 +65,7 @@ def test_stop_word_of_a_text_tokenizer_ends_a_request() -> None:
     assert run.tokens(0) == reply[: first_end_of(word, reply)]
 
 
-def test_stop_word_that_begins_in_the_prompt_ends_no_request() -> None:
+def test_stop_string_that_begins_in_the_prompt_does_not_end_a_request() -> None:
     prompt, reply = prompt_and_reply()
     run = start_run()
     run.run(0, prompt, greedy(NUM_TOKENS, stop_words=[as_text([prompt[-1], reply[0]])]))
@@ -86,7 +86,7 @@ def _fail_a_step(run: EngineRun) -> None:
 
 @pytest.mark.parametrize("interrupt", [_suspend, _fail_a_step])
 @pytest.mark.parametrize("already_generated", [0, 1, 2])
-def test_stop_word_is_matched_across_an_interruption(
+def test_stop_string_is_matched_across_an_interruption(
     interrupt: Callable[[EngineRun], None], already_generated: int
 ) -> None:
     prompt, reply = prompt_and_reply()
@@ -101,7 +101,7 @@ def test_stop_word_is_matched_across_an_interruption(
     assert run.tokens(0) == reply[:end]
 
 
-def test_stop_word_is_matched_across_an_eviction() -> None:
+def test_stop_string_is_matched_across_an_eviction() -> None:
     subject = tiny_hybrid(vocab_size=256)
     prompt, reply = prompt_and_reply()
     rng = random.Random(1)

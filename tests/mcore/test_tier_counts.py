@@ -53,7 +53,7 @@ def test_restored_token_counts_are_kept_after_a_request_finishes() -> None:
     assert run.counters.prompt_tokens_from_host == sum(tokens.from_host for tokens in found)
 
 
-def test_prefix_hits_on_the_device_count_for_no_other_tier() -> None:
+def test_prefix_hits_on_the_device_are_not_counted_for_other_tiers() -> None:
     run = EngineRun.start(tiny_hybrid(), tier_config())
     run.run(0, TEXTS[0], 4)
     run.run(1, TEXTS[0], 4)

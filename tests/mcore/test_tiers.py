@@ -314,7 +314,9 @@ def test_prefix_is_stored_again_after_its_file_was_corrupt(tmp_path: Path) -> No
     run.assert_exact()
 
 
-def test_every_state_reaches_the_disk_with_one_write_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_state_reaches_the_disk_although_only_one_write_runs_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk_moves, "MOST_STORES", 1)
     run = EngineRun.start(tiny_hybrid(), on_disk(small_device(tiny_hybrid()), tmp_path))
     Conversations().turn(run)
@@ -364,7 +366,7 @@ def test_corrupt_disk_file_is_a_cache_miss_and_is_removed(tmp_path: Path, spoil:
     run.assert_exact()
 
 
-def test_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_makes_no_request_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
@@ -471,7 +473,7 @@ def test_conversations_of_a_killed_engine_are_restored_from_disk(tmp_path: Path)
     [
         ({"host_cache_gb": 2.0**19}, "this host has only .* GiB available: lower --host-cache-gb"),
         ({"host_cache_gb": 1e-6}, "too small for a state and the KV before it: set --host-cache-gb to "),
-        ({"host_cache_gb": 0}, "it must be more than 0"),
+        ({"host_cache_gb": 0}, "it must be a number of GiB, more than 0"),
         ({"disk_cache_gb": 1e-6, "disk_cache_dir": "x"}, "one entry takes .* bytes: set --disk-cache-gb to "),
     ],
 )
@@ -488,9 +490,9 @@ def test_invalid_tier_sizes_are_refused_with_a_one_line_error(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "prefix_caching": False}, "which needs prefix caching"),
-        ({"disk_cache_dir": "x"}, "disk_cache_dir is 'x', which needs --host-cache-gb"),
-        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "which needs --disk-cache-dir"),
+        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "prefix_caching": False}, "but requires prefix_caching=True"),
+        ({"disk_cache_dir": "x"}, "disk_cache_dir is 'x', but requires --host-cache-gb"),
+        ({"cache_gb": 1.0, "host_cache_gb": 1.0, "disk_cache_gb": 3.0}, "but requires --disk-cache-dir"),
     ],
 )
 def test_tier_settings_without_their_prerequisite_are_refused(settings: dict[str, Any], message: str) -> None:

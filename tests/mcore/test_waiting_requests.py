@@ -46,7 +46,7 @@ def test_step_work_is_equal_for_100_and_10000_waiting_requests(
     assert 0 < num_plans <= 2 * (MOST_PASSED_OVER + 2) and num_keys <= num_plans + BRANCH_WINDOW
 
 
-def test_request_queued_after_many_deferred_ones_is_eventually_admitted() -> None:
+def test_request_queued_after_many_deferred_requests_is_eventually_admitted() -> None:
     run = EngineRun.start(tiny_hybrid(), cache_config(tiny_hybrid().sizes, max_requests=4))
     for request_id in range(MOST_PASSED_OVER + 2):
         run.add(request_id, [*some_tokens(2 * BLOCK), request_id], 1)

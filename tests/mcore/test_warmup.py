@@ -224,7 +224,7 @@ def test_warmup_changes_no_state_or_counter(num_drafts: int, settings: dict[str,
 
 
 @pytest.mark.parametrize("max_requests", [1, 3])
-def test_warmup_works_when_steps_hold_more_tokens_than_one_request(max_requests: int) -> None:
+def test_warmup_works_when_a_step_may_have_more_tokens_than_one_request(max_requests: int) -> None:
     run = start_run(MODELS["bf16-experts"], 0, max_requests=max_requests, max_tokens=512, max_sequence_length=96)
     rehearse_engine(run)
     run.run(0, some_tokens(90), 5)
@@ -254,7 +254,7 @@ def test_warmup_without_kernel_launches_changes_no_state_or_counter(pattern: str
 
 
 @needs_compiler
-def test_tile_order_of_one_shared_expert_is_built_without_a_kernel() -> None:
+def test_tile_order_of_a_single_expert_is_computed_without_a_kernel_launch() -> None:
     _order_of_one.cache_clear()
     with recorded_launches(on_hopper=True) as record:
         for num_tokens in (1, 300, 1000):

@@ -17,7 +17,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def copy_of(directory: Path, parent: Path) -> Path:
-    """Return a copy of a checkpoint, below `parent`."""
+    """Copy a checkpoint directory into `parent`, and return the copy."""
     return Path(shutil.copytree(directory, parent / "copy"))
 
 
@@ -29,14 +29,14 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write these tensors into one file, instead of all tensors of the checkpoint."""
+    """Replace all tensors of the checkpoint by these tensors, in one file."""
     for file in (*directory.glob("*.safetensors"), *directory.glob(INDEX)):
         file.unlink()
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, directory / "model.safetensors")
 
 
 def write_shards(directory: Path, tensors: Mapping[str, Tensor], num_shards: int = 3) -> None:
-    """Write these tensors into several files with an index, instead of all tensors of the checkpoint."""
+    """Replace all tensors of the checkpoint by these tensors, in several files with an index."""
     write_tensors(directory, {})
     (directory / "model.safetensors").unlink()
     names, files = sorted(tensors), {}

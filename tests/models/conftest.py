@@ -21,7 +21,7 @@ FUNCTIONS = {
 
 @pytest.fixture(autouse=True, scope="session")
 def transformers_in_torch() -> None:
-    """Run transformers' models in torch: with mamba-ssm or fla installed, they would use its kernels."""
+    """Make transformers' models use their torch code, even if mamba-ssm or fla is installed."""
     for family, names in FUNCTIONS.items():
         module = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
         for name in names:
@@ -49,7 +49,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def no_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fail if a model is built, that is, if memory is allocated for a checkpoint that could have been refused."""
+    """Fail if a model is built; an invalid checkpoint must be refused before memory is allocated."""
 
     def fail(*_: object) -> None:
         raise RuntimeError("a model was built")

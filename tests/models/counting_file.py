@@ -7,7 +7,7 @@ import torch
 
 
 class CountingFile:
-    """An open safetensors file that notes, at each read, how many tensors of all files are in memory."""
+    """An open safetensors file that records, at each read, how many tensors from all files are in memory."""
 
     def __init__(self, file: Any, alive: weakref.WeakSet, counts: list[int]) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""Models evaluated in float64 throughout, even where their code asks for float32."""
+"""Evaluate models entirely in float64, even where their code requests float32."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from tests.models.served_run import full_sequence_logits
 
 
 class _Float64(TorchDispatchMode):
-    """Replace float32 by float64 in every operation that asks for it."""
+    """Function mode that replaces float32 by float64 in every operation."""
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

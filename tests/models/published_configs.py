@@ -138,7 +138,7 @@ def qwen3_5(num_layers: int, tied: bool = False, **text: Any) -> dict[str, Any]:
 
 
 def experts(hidden_size: int, count: int, top_k: int) -> dict[str, int]:
-    """Return the fields of experts whose shared one has the size of the others."""
+    """Return the configuration fields of experts; the shared expert has the same hidden size as the others."""
     return {
         "moe_intermediate_size": hidden_size,
         "num_experts": count,

@@ -60,8 +60,8 @@ class Kind:
 
     Args:
         config: `quantization_config` of config.json.
-        encoders: Pattern of names → how those weights are stored; the first that matches counts.
-        columns: Columns of a quantized weight are a multiple of this.
+        encoders: Pattern of weight names → encoder of these weights; the first pattern that matches applies.
+        columns: The number of columns of a quantized weight must be a multiple of this.
         file: Content of `hf_quant_config.json`.
         extra: Endings of tensors that activations and the KV cache have, next to those of a weight.
         stem: What precedes the ending of a scale's name where the weight's own name does not end in "weight".
@@ -80,7 +80,7 @@ def quantize(directory: Path, kind: Kind, keep: str = "$^", num_shards: int = 3,
 
     Args:
         keep: Pattern of names of weights that stay in bf16.
-        num_shards: Files; the tensors of a weight are spread over them.
+        num_shards: Number of files; the tensors of one weight are in different files.
     """
     rng = np.random.default_rng(seed)
     stored: dict[str, Stored] = {}
@@ -154,7 +154,7 @@ def read_stored(path: Path) -> dict[str, Stored]:
 
 
 def stored_as(type_: str, values: npt.ArrayLike) -> Stored:
-    """Round float32 values, to nearest even, to a type of scales or plain weights."""
+    """Round float32 values to nearest even in a type for scales or unquantized weights."""
     floats = np.asarray(values, np.float32)
     if type_ == "F32":
         return Stored(type_, floats.view(np.uint32))
@@ -170,7 +170,7 @@ def stored_as(type_: str, values: npt.ArrayLike) -> Stored:
 
 
 def floats_of(stored: Stored) -> Floats:
-    """Return the float32 values of scales or plain weights."""
+    """Return scales or unquantized weights as float32 values."""
     if stored.type == "F32":
         return stored.bits.view(np.float32)
     if stored.type == "F16":

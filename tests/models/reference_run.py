@@ -25,7 +25,7 @@ class ReferenceRun:
     step_logits: Tensor  # [2, generated, vocab], that the tokens were chosen by
 
     def margins(self, prompt: int) -> Tensor:
-        """Return the gap of each generated token's logit to the second best."""
+        """Return the difference between the highest and the second-highest logit for each generated token."""
         best = self.step_logits[prompt].topk(2, dim=-1).values
         return best[:, 0] - best[:, 1]
 

@@ -41,7 +41,7 @@ def full_sequence_logits(loaded: LoadedModel, prompts: Tensor) -> Tensor:
 
 
 def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRun) -> ServedRun:
-    """Serve the first prompt, and during its decoding a repetition and a branch."""
+    """Serve the first prompt and, while it decodes, the same prompt again and a prompt that branches off it."""
     config = CacheConfig(
         **case.cache_settings,
         buffer_size_gb=0.01,

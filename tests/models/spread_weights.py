@@ -14,7 +14,7 @@ _ZERO_CENTERED = {"Qwen3NextRMSNorm", "Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm"}
 
 @torch.no_grad()
 def spread_weights(model: PreTrainedModel, seed: int) -> None:
-    """Fill all parameters and buffers of weights in place."""
+    """Fill all parameters and weight buffers with random values, in place."""
     generator = torch.Generator().manual_seed(seed)
 
     def uniform(tensor: Tensor, low: float, high: float) -> None:

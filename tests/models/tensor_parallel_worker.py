@@ -46,7 +46,7 @@ def logits_of(loaded: LoadedModel) -> Tensor:
 
 
 def main(rank: int, size: int, folder: Path) -> None:
-    """Do one rank's work; its output is in its log."""
+    """Run one rank; its output goes to its log file."""
     write_output_to(log_of(folder, rank))
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), size)

@@ -40,7 +40,7 @@ CASES = [
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One checkpoint in both implementations."""
+    """Logits and tokens of one checkpoint in transformers and in this package."""
 
     case: TinyCheckpoint
     reference: ReferenceRun

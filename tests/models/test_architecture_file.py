@@ -61,7 +61,7 @@ def test_architecture_file_with_two_recurrent_layer_types_is_refused(tmp_path: P
 
 def test_value_head_count_must_be_a_multiple_of_key_heads() -> None:
     check_architecture(GATED_DELTA)
-    with pytest.raises(ValueError, match="6 value heads are not divisible by 4 key heads"):
+    with pytest.raises(ValueError, match="number of value heads must be a multiple of the 4 key heads, found 6"):
         check_architecture(replace(GATED_DELTA, recurrent=GatedDeltaSizes(4, 6, 4, 5)))
 
 

@@ -57,7 +57,7 @@ def test_error_for_a_tensor_of_wrong_shape_gives_both_shapes(
         message = f"{directory / 'model.safetensors'}: tensor {name} has shape {found}, but the model needs {needed}, "
         sizes = str(refusal.value).removeprefix(message)
         assert sizes in [
-            f"{words} {directory / 'config.json'}" for words in ("by", "the vocab_size and hidden_size of")
+            f"{words} {directory / 'config.json'}" for words in ("according to", "the vocab_size and hidden_size in")
         ]
 
 
@@ -152,7 +152,7 @@ def test_wrong_embedding_size_is_refused_before_the_model_is_built(
 ) -> None:
     directory = copy_of(checkpoints["bamba"], tmp_path)
     set_fields(directory, **fields)
-    where = f"the vocab_size and hidden_size of {directory / 'config.json'}"
+    where = f"the vocab_size and hidden_size in {directory / 'config.json'}"
     assert_refused(directory, f"{directory / 'model.safetensors'}: tensor model.embed_tokens.weight has shape", where)
 
 

@@ -35,7 +35,7 @@ Scheme = Callable[[Tensors], Tensors]
 
 
 def replacing(*pairs: tuple[str, str]) -> Scheme:
-    """Return a scheme that replaces parts of names."""
+    """Return a naming scheme that replaces parts of tensor names."""
 
     def renamed(name: str) -> str:
         for part, other in pairs:
@@ -46,7 +46,7 @@ def replacing(*pairs: tuple[str, str]) -> Scheme:
 
 
 def stacking(tensors: Tensors) -> Tensors:
-    """Replace the tensors of a layer's experts by one that stacks them."""
+    """Replace the separate expert tensors of each layer by one stacked tensor."""
     found = {name: tensor for name, tensor in tensors.items() if not EXPERT.match(name)}
     experts: dict[str, dict[int, Tensor]] = {}
     for name, tensor in tensors.items():
@@ -271,7 +271,7 @@ WRAPPERS: dict[str, tuple[str, str, str, Scheme]] = {
 
 
 def wrap(directory: Path, name: str) -> None:
-    """Wrap a checkpoint as the language model of a multimodal one."""
+    """Turn a checkpoint into the language model of a multimodal checkpoint."""
     _, field, prefix, scheme = WRAPPERS[name]
     tensors = {f"{prefix}{name}": tensor for name, tensor in scheme(tensors_of(directory)).items()}
     output = f"{prefix}lm_head.weight"
@@ -367,7 +367,7 @@ def test_embeddings_are_tied_when_outer_or_text_config_says_so(
     assert not load_hugging_face(directory, torch.float32).architecture.tie_embeddings
 
 
-def test_skipped_tensors_may_have_any_dtype(checkpoints: dict[str, Path], tmp_path: Path) -> None:
+def test_tensors_that_are_skipped_may_have_any_dtype(checkpoints: dict[str, Path], tmp_path: Path) -> None:
     directory = copy_of(checkpoints["qwen3_5"], tmp_path)
     tensors, counted = tensors_of(directory), torch.tensor(3)
     others = {"model.visual.norm.num_batches_tracked": counted, "mtp.fc.weight": torch.ones(8, 8).to(torch.float8_e5m2)}

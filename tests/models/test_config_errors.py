@@ -205,7 +205,7 @@ def test_unavailable_hub_name_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_pa
     )
 
 
-def test_hub_download_fetches_every_file_that_loading_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_hub_download_includes_every_file_that_loading_reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     read = {"config.json", "model.safetensors", "merges.txt", "tokenizer.model", "chat_template.jinja"}
 
     def fetch(_: str, allow_patterns: list[str]) -> str:

@@ -34,7 +34,7 @@ def as_pattern(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def theta_alone(**more: Any) -> Edit:
-    """Return an edit that writes the rotary base like version 4."""
+    """Return an edit that writes the rotary base as transformers 4 does."""
     return lambda config: config | {"rope_theta": config.pop("rope_parameters")["rope_theta"], **more}
 
 
@@ -46,7 +46,7 @@ def by_interval(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
-    """Write the fields of the rotary embedding next to the others."""
+    """Write the fields of the rotary embedding at the top level, as transformers 4 does."""
     rope = config.pop("rope_parameters")
     names = ("rope_theta", "partial_rotary_factor")
     return config | {name: rope[name] for name in names} | {"rope_scaling": None}
@@ -117,7 +117,7 @@ def test_rotary_channels_and_base_match_transformers(
 
 
 def mrope(config: dict[str, Any]) -> None:
-    """Describe image positions, like all published configurations of Qwen3.5."""
+    """Add the fields for multimodal rotary embeddings, which all published Qwen3.5 configurations have."""
     config["rope_parameters"] |= {"mrope_interleaved": True, "mrope_section": [11, 11, 10]}
 
 

@@ -69,7 +69,7 @@ def sampled_texts(subject: Hybrid, drafter: Drafter | None, num_requests: int, f
 def p_value(first: Tensor, second: Tensor) -> float:
     """Return the chi-square p-value of two samples [n, tokens] under one distribution.
 
-    Cells of few counts are taken together.
+    Cells with small counts are merged.
     """
     counts = torch.stack([_count_cells(sample) for sample in (first, second)])
     counts = counts[:, counts.sum(dim=0).argsort()]

@@ -1,4 +1,4 @@
-"""Properties of a draft model: it drafts its own continuation, and everything it holds is released."""
+"""Properties of a draft model: its drafts are its own continuation, and all of its memory is released."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -26,7 +26,7 @@ BLOCK = 16
 
 @pytest.fixture(params=[0, 3], ids=["eager", "graphs"], autouse=True)
 def num_graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Run all draft models with graphs, or without."""
+    """Run every draft model with CUDA graphs, then without."""
     capture_without_cuda(monkeypatch)
     monkeypatch.setattr(CheckedDraftModel, "num_cuda_graphs", request.param)
     count: int = request.param
@@ -209,7 +209,7 @@ def test_evicted_and_suspended_requests_are_forgotten_and_drafted_again() -> Non
 def test_draft_model_with_another_vocabulary_is_refused() -> None:
     subject, other = tiny_hybrid(), tiny_hybrid(vocab_size=64)
     config = cache_config(subject.sizes, num_speculative_tokens=2)
-    with pytest.raises(ValueError, match="vocabulary of 64 tokens, but the model's has 96"):
+    with pytest.raises(ValueError, match="vocabulary of 64 tokens, but the model's vocabulary has 96"):
         build_engine(subject.model, config, drafter=CheckedDraftModel.start(other))
 
 
@@ -375,7 +375,7 @@ def test_draft_model_skips_a_cached_prompt_prefix() -> None:
         assert propose(CheckedDraftModel.start(small_model(), max_tokens=256), {9: text})[9].tokens == draft.tokens
 
 
-def test_prompt_waits_while_another_prefills_the_same_prefix() -> None:
+def test_request_waits_while_another_prefills_the_same_prefix() -> None:
     drafter, prefix = CheckedDraftModel.start(small_model(), max_tokens=256), some_tokens(4 * BLOCK)
     texts = {i: [*prefix, 2 + i] for i in range(2)}
     assert [bool(draft.tokens) for draft in propose(drafter, texts).values()] == [True, False]
@@ -393,7 +393,7 @@ def test_draft_model_skips_generated_tokens_in_the_next_turn() -> None:
     assert skipped == len(text) // BLOCK * BLOCK > 20
 
 
-def test_draft_model_shares_no_prefixes_between_tenants() -> None:
+def test_draft_model_does_not_share_prefixes_between_tenants() -> None:
     drafter, text = CheckedDraftModel.start(small_model()), some_tokens(40)
     for index, tenant in enumerate(["", "other"]):
         drafter.propose([DraftRequest(request_of(text, request_id=index, tenant=tenant, sampling=GREEDY), 2)])

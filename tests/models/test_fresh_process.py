@@ -20,4 +20,4 @@ for call in (build_engine, DraftModelDrafter):
 
 def test_invalid_model_is_refused_before_process_groups_exist() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], cwd=REPOSITORY, capture_output=True, text=True, check=True)
-    assert done.stdout.count("only a MambaModel can be served, found Linear(") == 2
+    assert done.stdout.count("model must be a MambaModel, found Linear(") == 2

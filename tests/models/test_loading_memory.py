@@ -1,4 +1,4 @@
-"""Loading a quantized checkpoint needs the memory of the model and of one file, not of both copies of the weights."""
+"""Peak memory while loading a quantized checkpoint is the model and one file, not two copies of the weights."""
 
 import json
 from pathlib import Path
@@ -34,7 +34,7 @@ print(json.dumps({"grown": status("VmHWM") - before, "weights": weights}))
 
 
 def write_model(directory: Path, num_mlps: int) -> None:
-    """Write a model of many matrices with random codes, none of them large."""
+    """Write a model with many small matrices of random codes."""
     config = NemotronHConfig(
         vocab_size=256,
         hidden_size=512,

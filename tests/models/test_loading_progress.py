@@ -20,7 +20,7 @@ def load(count: int) -> None:
             advance()
 
 
-def test_terminal_shows_one_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loading_shows_one_progress_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     load(7)

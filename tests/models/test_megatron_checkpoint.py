@@ -46,7 +46,7 @@ def saved(shipped: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return directory
 
 
-def test_saved_weights_load_bit_identical(shipped: LoadedModel, saved: Path) -> None:
+def test_saved_weights_load_bit_identically(shipped: LoadedModel, saved: Path) -> None:
     loaded = load_megatron_checkpoint(saved, torch.float32)
     assert loaded.architecture == shipped.architecture
     assert_same_weights(shipped, loaded)
@@ -71,7 +71,7 @@ def test_large_checkpoint_is_read_in_chunks(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_saved_weights_of_every_family_load_bit_identical(
+def test_saved_weights_of_every_family_load_bit_identically(
     family: str, dtype: torch.dtype, checkpoints: dict[str, Path], tmp_path: Path
 ) -> None:
     loaded = load_hugging_face(checkpoints[family], dtype)
@@ -79,7 +79,7 @@ def test_saved_weights_of_every_family_load_bit_identical(
     assert_same_weights(loaded, load_megatron_checkpoint(tmp_path / "saved", dtype))
 
 
-def test_script_without_a_main_guard_can_save(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_can_save_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "save.py").write_text(SCRIPT)
     finished = run_process("save.py", SHIPPED, cwd=tmp_path)
     assert finished.status == 0, finished.stderr
@@ -118,7 +118,7 @@ def test_damaged_architecture_file_is_refused(saved: Path, tmp_path: Path) -> No
             load_megatron_checkpoint(tmp_path)
 
 
-def test_architecture_file_without_weights_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_directory_with_only_an_architecture_file_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / ARCHITECTURE_FILE).write_text((saved / ARCHITECTURE_FILE).read_text())
     with pytest.raises(ValueError, match="does not hold the weights"):
         load_megatron_checkpoint(tmp_path)
@@ -168,7 +168,7 @@ def test_error_names_missing_tensors(shipped: LoadedModel, tmp_path: Path) -> No
         load_megatron_checkpoint(tmp_path / "saved", torch.float32)
 
 
-def test_architecture_file_with_any_value_builds_or_is_refused(saved: Path, tmp_path: Path) -> None:
+def test_architecture_file_with_a_changed_value_builds_or_is_refused(saved: Path, tmp_path: Path) -> None:
     directory = copy_of(saved, tmp_path)
     file = directory / ARCHITECTURE_FILE
     whole = json.loads(file.read_text())
@@ -190,7 +190,7 @@ def test_architecture_file_with_any_value_builds_or_is_refused(saved: Path, tmp_
 
 
 def refusal_of(directory: Path) -> str | None:
-    """Return the error of loading; None without one; fail if it is not a `ValueError`."""
+    """Return the message of the `ValueError` that loading raises; None if it succeeds. Other errors are not caught."""
     try:
         load_megatron_checkpoint(directory, torch.float32)
     except ValueError as error:

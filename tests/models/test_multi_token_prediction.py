@@ -1,4 +1,4 @@
-"""Only layers for multi-token prediction are skipped in a checkpoint, with one log line."""
+"""Multi-token prediction layers, and no other tensors, are skipped with one log line."""
 
 import logging
 from pathlib import Path

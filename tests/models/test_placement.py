@@ -106,19 +106,21 @@ def test_unsplit_tensor_is_whole_on_every_rank(size: int) -> None:
 @pytest.mark.parametrize(("sections", "size"), [((), 4), ((4, 2), 4), ((3, 3), 2), ((8, 1), 2)])
 def test_section_not_divisible_by_the_ranks_is_refused(sections: tuple[int, ...], size: int) -> None:
     tensor = torch.zeros(sum(sections) or 6)
-    with pytest.raises(ValueError, match=rf"parts .* are not divisible by {size} ranks"):
+    with pytest.raises(ValueError, match=rf"sections of lengths .* are not divisible by {size} ranks"):
         Split(0, sections).local(tensor, 0, size)
 
 
 @pytest.mark.parametrize(("num_groups", "rows", "size"), [(2, 12, 3), (2, 5, 4), (3, 9, 2)])
-def test_kv_heads_and_ranks_must_divide_each_other(num_groups: int, rows: int, size: int) -> None:
+def test_number_of_ranks_must_divide_the_kv_heads_or_be_a_multiple_of_them(
+    num_groups: int, rows: int, size: int
+) -> None:
     with pytest.raises(ValueError, match=f"are not divisible by {size} ranks"):
         GroupedSplit(num_groups).local(torch.zeros(rows, 1), 0, size)
 
 
 def test_error_for_sections_of_wrong_length_names_the_tensor() -> None:
     filler = ModelFiller(model_with({"weight": (4,)}), {"given": (Placement("weight", Split(0, (4, 4))),)}, 0, 2)
-    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* of its parts \[4, 4\]"):
+    with pytest.raises(ValueError, match=r"tensor given of shape \(9,\) cannot be split: .* of its sections \[4, 4\]"):
         filler.fill("given", torch.zeros(9))
 
 
@@ -144,7 +146,7 @@ def test_each_section_of_a_mamba_tensor_is_split_separately(
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_output_projection_is_split_along_its_inputs(size: int) -> None:
+def test_output_projection_is_split_along_its_input_dimension(size: int) -> None:
     tensor = torch.rand(HIDDEN, INNER)
     placements = nemotron_h.placements_of(architecture("M*"))
     parts = filled_ranks(placements, {"backbone.layers.0.mixer.out_proj.weight": tensor}, (HIDDEN, INNER // size), size)
@@ -154,7 +156,7 @@ def test_output_projection_is_split_along_its_inputs(size: int) -> None:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4, 8])
 def test_each_rank_has_the_query_heads_of_its_kv_heads(num_kv_heads: int, size: int) -> None:
-    """With more ranks than KV heads, ranks have copies of one."""
+    """With more ranks than KV heads, several ranks have copies of the same KV head."""
     num_groups = max(num_kv_heads, size)
     heads = {"q": 8, "k": num_kv_heads, "v": num_kv_heads}
     tensors = {name: torch.rand(count * HEAD_DIM, HIDDEN) for name, count in heads.items()}

@@ -30,12 +30,12 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def documented() -> dict[str, list[str]]:
-    """Return the cells of the page's table of sizes by model."""
+    """Return the cells of the size table in docs/models.md, by model."""
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| Qwen")]
     return {name: cells for names, *cells in rows if len(cells) == 5 for name in names.split(", ")}
 
 
-def test_nemotron_3_nano_is_read_as_published() -> None:
+def test_published_nemotron_3_nano_config_gives_the_expected_architecture() -> None:
     found = architecture_of(CheckpointConfig(NEMOTRON_3_NANO, "config.json"))
     assert [found.pattern.count(symbol) for symbol in "ME*-"] == [23, 23, 6, 0]
     assert isinstance(found.recurrent, MambaSizes)
@@ -67,7 +67,7 @@ def qwen(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, HybridArc
     return request.param, architecture
 
 
-def test_layers_of_qwen_models_are_read_as_published(qwen: tuple[str, HybridArchitecture]) -> None:
+def test_published_qwen_configs_give_the_expected_layers(qwen: tuple[str, HybridArchitecture]) -> None:
     name, found = qwen
     feed_forward = "E" if found.experts else "-"
     assert set(found.pattern[1::2]) == {feed_forward}

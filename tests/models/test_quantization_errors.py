@@ -54,13 +54,13 @@ def test_error_names_the_unsupported_quantization(kind: str, field: str, directo
 def test_error_names_a_separate_quantization_file(kind: str, directory: Path) -> None:
     name, content = FILES[kind]
     (directory / name).write_text(json.dumps(content))
-    assert_refused(directory, f"{directory / name}: {kind}; {ADVICE}")
+    assert_refused(directory, f"{directory / name} declares {kind}; {ADVICE}")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
 def test_error_for_a_gguf_directory_names_the_format(directory: Path) -> None:
     (directory / "model.safetensors").rename(directory / "model-Q4_K_M.gguf")
-    assert_refused(directory, f"{directory / 'model-Q4_K_M.gguf'}: GGUF; {ADVICE}")
+    assert_refused(directory, f"{directory / 'model-Q4_K_M.gguf'} is a GGUF file; {ADVICE}")
 
 
 @pytest.mark.usefixtures("no_model_is_built")
@@ -158,7 +158,7 @@ def test_error_names_field_and_value_in_a_separate_file(directory: Path) -> None
     assert_refused(directory, f"{file}: quantization.quant_algo='W4A16_AWQ' is not supported, only 'FP8'")
 
 
-def test_reading_sizes_refuses_an_unsupported_quantization(directory: Path) -> None:
+def test_reading_the_architecture_refuses_an_unsupported_quantization(directory: Path) -> None:
     set_fields(directory, quantization_config=CONFIGS["4-bit (GPTQ)"])
     with pytest.raises(ValueError, match=re.escape("4-bit (GPTQ) is not supported")):
         read_sizes(directory)
@@ -181,12 +181,12 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
         "transformers F32",
         lambda stored: stored.pop(f"{X}_scale_inv"),
     ),
-    f"tensor {X}_scale_inv has shape (2,) where {X} of ": ("transformers F32", _shaped(f"{X}_scale_inv", np.ravel)),
-    f"tensor {X}_scale_inv has shape (1, 1) where {X} of ": (
+    f"tensor {X}_scale_inv has shape (2,), but {X} of ": ("transformers F32", _shaped(f"{X}_scale_inv", np.ravel)),
+    f"tensor {X}_scale_inv has shape (1, 1), but {X} of ": (
         "transformers F32",
         _shaped(f"{X}_scale_inv", lambda scale: scale[:1, :1]),
     ),
-    f"tensor {X}_scale_inv is of type I32 where {X} needs BF16 or F16 or F32 or F8_E8M0": (
+    f"tensor {X}_scale_inv is of type I32, but {X} needs BF16 or F16 or F32 or F8_E8M0": (
         "transformers F32",
         _typed(f"{X}_scale_inv", "I32"),
     ),
@@ -194,7 +194,7 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
         "transformers F32",
         lambda stored: stored.update({f"{X}_scale": stored[f"{X}_scale_inv"]}),
     ),
-    f"tensor {X}_scale_2 has no use in FP8 in blocks of 128 x 128": (
+    f"tensor {X}_scale_2 is not used by FP8 in blocks of 128 x 128": (
         "transformers F32",
         lambda stored: stored.update({f"{X}_scale_2": stored_as("F32", 1.0)}),
     ),
@@ -204,16 +204,16 @@ DAMAGES: dict[str, tuple[str, Edit]] = {
     ),
     f"tensor {X} is of type F8_E5M2, which is not supported: ": ("transformers F32", _typed(X, "F8_E5M2")),
     f"tensor {X} is of type U8, which is not supported: ": ("transformers F32", _typed(X, "U8")),
-    f"tensor {X} has shape (8,), and only matrices": ("transformers F32", _shaped(X, lambda codes: codes.ravel()[:8])),
+    f"tensor {X} has shape (8,), but a quantized": ("transformers F32", _shaped(X, lambda codes: codes.ravel()[:8])),
     f"tensor {X}_packed lacks its global scale (NVFP4), such as {X}_scale_2 or {X}_global_scale": (
         "compressed-tensors NVFP4",
         lambda stored: stored.pop(f"{X}_global_scale"),
     ),
-    f"tensor {X}_scale_2 has shape (3,) where {X} needs a single value": (
+    f"tensor {X}_scale_2 has shape (3,), but {X} needs a single value": (
         "modelopt NVFP4",
         _shaped(f"{X}_scale_2", lambda factor: np.repeat(factor, 3)),
     ),
-    f"tensor {X}_scale_2 is of type I32 where {X} needs F32": ("modelopt NVFP4", _typed(f"{X}_scale_2", "I32")),
+    f"tensor {X}_scale_2 is of type I32, but {X} needs F32": ("modelopt NVFP4", _typed(f"{X}_scale_2", "I32")),
     f"tensor {X}_scale has shape ": ("modelopt NVFP4", _shaped(f"{X}_scale", lambda scale: scale[:, :-1])),
     f"tensor {X}_packed is the same weight as {X}_blocks; remove one of them": (
         "compressed-tensors MXFP4",

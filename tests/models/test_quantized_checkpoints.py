@@ -77,13 +77,13 @@ def test_quantized_layers_stay_small(kind: str, share: float, wide: Path, tmp_pa
 
 
 def number_quantized(directory: Path, ending: str) -> int:
-    """Return the number of a directory's tensors whose names have this suffix."""
+    """Return the number of tensors in a directory with this name suffix."""
     return sum(name.endswith(ending) for name in SafetensorsFiles(directory).names)
 
 
 @pytest.mark.parametrize("dtype", STORED, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_dequantized_weight_is_code_times_scale_cast_once(
+def test_dequantized_weight_is_code_times_scale_cast_only_once(
     kind: str, dtype: torch.dtype, wide: Path, tmp_path: Path
 ) -> None:
     logged = assert_loads_exactly(copy_of(wide, tmp_path), kind, dtype=dtype)

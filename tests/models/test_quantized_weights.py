@@ -27,7 +27,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def tensor_of(values: npt.NDArray[np.generic], dtype: torch.dtype) -> torch.Tensor:
-    """Return the tensor with these bits."""
+    """Return a torch tensor that has the bits of these values."""
     return torch.from_numpy(values.copy()).view(dtype).reshape(values.shape)
 
 

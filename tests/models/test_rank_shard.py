@@ -45,7 +45,7 @@ def part(
     return RankShard(layers, experts, first, last, tied)
 
 
-def test_local_names_number_layers_and_experts_from_zero() -> None:
+def test_layer_and_expert_numbers_in_local_names_start_at_zero() -> None:
     middle = part(range(3, 6), range(2, 4))
     assert middle.local_name("decoder.layers.4.mixer.D") == "decoder.layers.1.mixer.D"
     assert middle.local_name("decoder.layers.6.mixer.D") is None

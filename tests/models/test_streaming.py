@@ -1,4 +1,4 @@
-"""Loading holds one tensor of the checkpoint at a time, for any distribution over files."""
+"""Loading keeps only one checkpoint tensor in memory at a time, for any distribution of tensors over files."""
 
 import weakref
 from dataclasses import replace

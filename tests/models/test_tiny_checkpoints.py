@@ -1,4 +1,4 @@
-"""The tiny checkpoints vary in everything that real ones vary in."""
+"""The tiny checkpoints cover all settings in which published checkpoints differ."""
 
 import pytest
 
@@ -16,7 +16,7 @@ MIN_CASES_PER_MODEL_TYPE = 14
 MIN_CASES_PER_QWEN_TYPE = 8
 
 
-def test_every_model_type_has_many_cases() -> None:
+def test_every_model_type_has_many_tiny_checkpoints() -> None:
     types = [tiny_checkpoint(name).config.model_type for name in CASE_NAMES]
     of_mamba = {"nemotron_h", "bamba", "granitemoehybrid"}
     of_qwen = {"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
@@ -26,7 +26,7 @@ def test_every_model_type_has_many_cases() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
+def test_tiny_checkpoints_of_a_family_differ_in_every_setting(family: str) -> None:
     cases = sampled_settings(family)
     for setting in cases[0]:
         assert len({str(case[setting]) for case in cases}) > 1, setting
@@ -40,7 +40,7 @@ def test_cases_of_a_family_differ_in_every_setting(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", MAMBA_FAMILIES)
-def test_mamba_families_have_cases_of_every_mixer_size(family: str) -> None:
+def test_mamba_families_have_tiny_checkpoints_of_every_mixer_size(family: str) -> None:
     cases = sampled_settings(family)
     assert {case["mamba"][0] for case in cases} == {1, 2, 8}
     assert {case["chunk_size"] for case in cases} == {8, 16, 32}
@@ -48,7 +48,7 @@ def test_mamba_families_have_cases_of_every_mixer_size(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", QWEN_OPTIONS)
-def test_gated_delta_net_families_have_cases_of_every_mixer_size(family: str) -> None:
+def test_gated_delta_net_families_have_tiny_checkpoints_of_every_mixer_size(family: str) -> None:
     mixers = [case["delta"] for case in sampled_settings(family)]
     assert any(key_heads < value_heads for key_heads, value_heads, _, _ in mixers)
     assert any(key_dim < value_dim for _, _, key_dim, value_dim in mixers)

@@ -76,7 +76,7 @@ def test_tokens_match_transformers_and_decode_to_the_text(save: object, text: st
     assert (ours.bos, ours.eod, ours.vocab_size) == (theirs.bos_token_id, theirs.eos_token_id, VOCABULARY)
 
 
-def test_bos_spelled_out_in_the_text_is_not_added_again(tmp_path: Path) -> None:
+def test_bos_is_not_added_to_a_text_that_starts_with_bos(tmp_path: Path) -> None:
     save_with_bos(tmp_path)
     tokenizer = loaded(tmp_path)
     assert tokenizer.tokenize("a") == tokenizer.tokenize(f"{END_OF_TEXT}a")
@@ -225,7 +225,7 @@ def test_directory_without_tokenizer_files_has_no_tokenizer(tmp_path: Path) -> N
     assert load_tokenizer(tmp_path, VOCABULARY) is None
 
 
-def test_ids_beyond_the_vocabulary_are_refused_with_both_sizes(tmp_path: Path) -> None:
+def test_error_for_token_ids_beyond_the_vocabulary_gives_both_sizes(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     loaded(tmp_path, VOCABULARY)
@@ -272,7 +272,7 @@ def test_unreadable_tokenizer_files_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer_config.json"])
-def test_chat_is_rendered_as_by_transformers(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rendered_chat_matches_transformers(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_tokenizer(tmp_path)
     if file.endswith(".json"):
         change_json(tmp_path / file, chat_template=TEMPLATE)
@@ -342,7 +342,7 @@ TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "ob
 
 @pytest.mark.parametrize("names", [["default"], ["default", "tool_use"], ["rag", "default", "tool_use"], ["tool_use"]])
 @pytest.mark.parametrize("are_files", [True, False])
-def test_named_template_is_chosen_as_by_transformers(names: list[str], are_files: bool, tmp_path: Path) -> None:
+def test_choice_among_named_templates_matches_transformers(names: list[str], are_files: bool, tmp_path: Path) -> None:
     saved = save_tokenizer(tmp_path)
     saved.chat_template = {name: SOURCES[name] for name in names}
     saved.save_pretrained(tmp_path, save_jinja_files=are_files)

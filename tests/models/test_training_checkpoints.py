@@ -69,7 +69,7 @@ ARCHITECTURES = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Write a run with one checkpoint of the dense architecture."""
+    """Write a training run with one checkpoint of the dense architecture."""
     model, run = random_model(DENSE), tmp_path_factory.mktemp("trained") / "run"
     write_training_checkpoint(model, DENSE, run)
     return LoadedModel(model, DENSE, run)
@@ -83,7 +83,7 @@ def refusal_of(directory: Path, **settings: Any) -> str:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("singleton_experts", [False, True])
-def test_training_run_loads_bit_identical_without_architecture_file(
+def test_training_checkpoint_loads_bit_identically_without_an_architecture_file(
     name: str, singleton_experts: bool, tmp_path: Path
 ) -> None:
     architecture = ARCHITECTURES[name]
@@ -99,7 +99,7 @@ def test_training_run_loads_bit_identical_without_architecture_file(
 
 @pytest.mark.parametrize("singleton_experts", [False, True])
 @pytest.mark.parametrize("architecture", [EXPERTS, GATED_EXPERTS], ids=["experts", "gated_experts"])
-def test_stacked_experts_are_written_to_megatrons_expert_weights(
+def test_stacked_experts_are_saved_as_the_same_shards_as_megatrons_experts(
     architecture: HybridArchitecture, singleton_experts: bool
 ) -> None:
     model, metadata = random_model(architecture), {"singleton_local_shards": singleton_experts}
@@ -123,7 +123,7 @@ def shards_of(state: dict[str, Any]) -> dict[Any, Tensor]:
     return {(part.key, part.global_shape, part.global_offset): part.data for part in tensors}
 
 
-def test_gated_norm_has_megatrons_epsilon_and_others_the_configured_one(
+def test_only_the_gated_norm_ignores_the_configured_epsilon(
     trained: LoadedModel,
 ) -> None:
     layer = load_megatron_checkpoint(trained.directory, torch.float32).model.decoder.layers[0]
@@ -156,7 +156,7 @@ def test_directory_of_one_iteration_loads(trained: LoadedModel) -> None:
     assert_same_weights(trained, load_megatron_checkpoint(iteration, torch.float32))
 
 
-def test_layers_allocated_by_ratio_match_the_training_run(tmp_path: Path) -> None:
+def test_layer_pattern_derived_from_ratios_matches_the_training_run(tmp_path: Path) -> None:
     architecture = replace(DENSE, pattern="MM*-")
     given = LoadedModel(random_model(architecture), architecture, tmp_path)
     ratios = {"hybrid_override_pattern": None, "hybrid_attention_ratio": 0.25, "hybrid_mlp_ratio": 0.25}
@@ -213,7 +213,7 @@ def test_arguments_of_an_unsupported_model_are_refused(
     ],
     ids=str,
 )
-def test_error_for_an_unknown_router_names_the_argument(changed: dict[str, Any], message: str) -> None:
+def test_error_for_an_unknown_router_type_names_the_argument(changed: dict[str, Any], message: str) -> None:
     fields = arguments_of(LATENT_EXPERTS) | {"moe_router_topk": 7, "moe_router_group_topk": None} | changed
     with pytest.raises(ValueError) as refusal:
         architecture_of(CheckpointConfig(fields, "common.pt"))
@@ -283,7 +283,7 @@ def test_wrong_embedding_size_is_refused_instead_of_padded(vocab_size: int, trai
 
 
 @pytest.mark.parametrize("named", ["", "latest", "-3", "7", "9" * 20])
-def test_tracker_without_an_iteration_is_refused(named: str, tmp_path: Path) -> None:
+def test_tracker_file_without_an_iteration_is_refused(named: str, tmp_path: Path) -> None:
     (tmp_path / "latest_checkpointed_iteration.txt").write_text(named)
     expected = str(tmp_path / "iter_0000007") if named == "7" else f"contains {named!r}"
     assert expected in refusal_of(tmp_path)
@@ -329,7 +329,7 @@ def test_reading_the_tensor_index_runs_no_code(keeps_the_index: bool, trained: L
         index.planner_data = (index.planner_data, dangerous)
         dangerous = index
     index_file.write_bytes(pickle.dumps(dangerous))
-    assert f"{index_file} cannot be read: it refers to posix.system" in refusal_of(run)
+    assert f"{index_file} cannot be read: a tensor index must not refer to posix.system" in refusal_of(run)
     assert not witness.exists()
 
 
@@ -356,5 +356,5 @@ def test_error_names_a_training_argument_that_is_a_tensor(tmp_path: Path) -> Non
         ("rng_states.weight", False),
     ],
 )
-def test_only_known_training_state_is_skipped(name: str, expected: bool) -> None:
+def test_training_state_is_recognized_by_its_tensor_name(name: str, expected: bool) -> None:
     assert is_training_state(name) is expected

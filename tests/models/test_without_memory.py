@@ -1,4 +1,4 @@
-"""A model built without memory has its usual names, shapes and dtypes."""
+"""A model built on the meta device has its usual names, shapes and dtypes."""
 
 from typing import Any
 

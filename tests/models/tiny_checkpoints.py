@@ -124,7 +124,7 @@ class TinyCheckpoint:
         return self.config.get_text_config().vocab_size
 
     def model(self, draw: int = 0) -> PreTrainedModel:
-        """Return a model of transformers, with new weights at each call."""
+        """Return a transformers model with new random weights at each call."""
         is_whole = self.config.get_text_config() is not self.config
         classes = AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
         model = classes.from_config(self.config, attn_implementation="eager").eval()
@@ -140,7 +140,7 @@ class TinyCheckpoint:
 
 
 def tiny_checkpoint(name: str) -> TinyCheckpoint:
-    """Return the case with a name of `CASE_NAMES` or `LARGE_CHUNK_NAMES`."""
+    """Return the checkpoint with this name, which is in `CASE_NAMES` or `LARGE_CHUNK_NAMES`."""
     family, index, *chunk = name.split("-")
     settings = sampled_settings(family)[int(index)]
     if chunk:
@@ -176,7 +176,7 @@ def wide_checkpoint(name: str) -> TinyCheckpoint:
 
 @cache
 def sampled_settings(family: str) -> list[dict[str, Any]]:
-    """Return the settings of a family's cases."""
+    """Return the settings of all tiny checkpoints of a family."""
     options = QWEN_OPTIONS.get(family) or _SHARED_OPTIONS | _OPTIONS[family]
     count = CASES_PER_FAMILY[family]
     rng = random.Random(family)

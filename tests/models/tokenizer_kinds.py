@@ -185,7 +185,7 @@ def save_kind(directory: Path, kind: str, ends: str = "plain", template: str | N
 
     Args:
         ends: A name of `ENDS`.
-        template: The chat template; None: none.
+        template: The chat template; None for a tokenizer without one.
     """
     saved = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(saved_form(kind, ends)),

@@ -49,7 +49,7 @@ def write_training_checkpoint(
 
     Args:
         singleton_experts: True if each expert's tensors have their own names, as newer versions write them.
-        changed: Arguments of the run that are others than the architecture's.
+        changed: Arguments of the run that differ from those of the architecture.
     """
     directory = run / f"iter_{ITERATION:07d}"
     directory.mkdir(parents=True)

@@ -45,7 +45,7 @@ def test_reply_is_unknown_when_the_next_prompt_differs_after_the_last_block() ->
     assert first.keys == of_same.keys[:2] and first.keys[1] != of_other.keys[1]
 
 
-def test_repeated_prompt_does_not_hide_the_next_turn() -> None:
+def test_reply_is_found_in_the_next_turn_although_the_prompt_is_repeated_before_it() -> None:
     load = load_of(asked(128, 64, 0, 1), asked(128, 0, 0, 1), asked(192, 0, 0, 1, 2))
     first, _, last = block_texts(load, 64)
     assert first.keys == last.keys
@@ -66,7 +66,7 @@ def test_block_may_contain_several_hashes_or_part_of_one(block_size: int) -> Non
 
 
 def test_block_size_that_does_not_match_the_hash_size_is_refused() -> None:
-    with pytest.raises(ValueError, match="block size 96 and 64 tokens per hash do not match"):
+    with pytest.raises(ValueError, match="a block has 96 tokens and a hash covers 64 tokens"):
         block_texts(load_of(asked(64, 0, 0)), 96)
 
 
@@ -128,7 +128,7 @@ def test_no_tokens_are_skipped_without_room_for_a_state() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_host_tier_restores_only_what_the_device_evicted(seed: int) -> None:
+def test_host_tier_raises_the_hit_rate_but_not_above_that_of_an_unlimited_cache(seed: int) -> None:
     load = random_load(seed)
     result = plan(load, SIZES, [0.002, 0.006], [0.0, 0.003, 0.1])
     shares = {(cache.cache_gb, cache.host_cache_gb): cache.replayed.share for cache in result.caches}

@@ -9,7 +9,7 @@ from megatron_mamba_cache.planning.recorded_load import RecordedLoad, read_load
 from tests.planning.load_files import request, session, written
 
 
-def test_recorded_sessions_start_staggered_and_share_no_hashes(tmp_path: Path) -> None:
+def test_recorded_sessions_start_at_different_times_and_share_no_hashes(tmp_path: Path) -> None:
     first = session(request(0, 130, 5, range(3)), request(2000, 200, 7, range(4)))
     second = session(request(1.5, 64, 0, range(1)))
     load = read_load(written(tmp_path / "load.jsonl.gz", first, "", second))
@@ -57,24 +57,24 @@ def test_start_times_are_spread_evenly_over_the_sessions_that_are_read(tmp_path:
         ("{", "line 2: Expecting"),
         ("[]", "line 2: each line must be a JSON object, found list"),
         ({"prompt": "x"}, "line 2: a line must have the fields of a session"),
-        ({"requests": []}, "line 2: no field 'block_size'"),
-        (session({"t": 0, "in": 5, "out": 1}), "line 2: no field 'hash_ids'"),
+        ({"requests": []}, "line 2: the field 'block_size' is missing"),
+        (session({"t": 0, "in": 5, "out": 1}), "line 2: the field 'hash_ids' is missing"),
         (session({"t": 0, "in": "5", "out": 1, "hash_ids": []}), "line 2: in must be an integer of at least 1"),
-        (session({"t": -1, "in": 5, "out": 1, "hash_ids": []}), "line 2: t must be a time"),
+        (session({"t": -1, "in": 5, "out": 1, "hash_ids": []}), "line 2: t must be a finite, non-negative number"),
         ({"block_size": 64, "requests": 5}, "line 2: requests must be a list"),
         (session({"t": 0, "in": 5, "out": 1, "hash_ids": "0"}), "line 2: hash_ids must be a list of integers"),
         (session({"t": 0, "in": 64, "out": 1, "hash_ids": [None]}), "line 2: hash_ids must be a list of integers"),
         (session({"t": 0, "in": 64, "out": 2**24, "hash_ids": [0]}), "line 2: out must be an integer of at least 0"),
-        ("[" * 100_000, "line 2: nested too deeply"),
+        ("[" * 100_000, "line 2: the JSON is nested too deeply"),
         (
             session(request(0, 640, 1, range(9))),
-            "line 2: 640 prompt tokens must have 10 hashes, one for 64 tokens each, found 9",
+            "line 2: a prompt of 640 tokens must have at least 10 hash_ids, one per 64 tokens, found 9",
         ),
         (
             session(request(0, 640, 1, range(10)), block_size=32),
-            "line 2: 640 prompt tokens must have 20 hashes, one for 32",
+            "line 2: a prompt of 640 tokens must have at least 20 hash_ids, one per 32",
         ),
-        (session(request(0, 32, 1, range(1)), block_size=32), "mixes hashes for \\[32, 64\\] tokens"),
+        (session(request(0, 32, 1, range(1)), block_size=32), "cover different numbers of tokens, \\[32, 64\\];"),
     ],
 )
 def test_invalid_line_is_named_in_the_error(line: Any, named: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A prefix cache of a few blocks and slots, and the calls of an engine for its requests."""
+"""A prefix cache of a few blocks and slots, and functions that process requests as an engine does."""
 
 import pickle
 from collections.abc import Callable, Iterable, Sequence
@@ -43,11 +43,11 @@ def small_cache(
     """Return an empty cache.
 
     Args:
-        slabs: How many slabs KV blocks and states share, and how many blocks and states fit one; None: they share
-            nothing, and there are `num_blocks` and `num_slots`.
-        max_requests: Requests whose live slots drafts leave alone; 0: drafts take any slot.
-        replays: True if drafts take a buffer a request instead of slots, for at most `max_requests` requests.
-        num_running: Slots of live and draft states, with their own numbers; None: they share those of cached ones.
+        slabs: Number of slabs that KV blocks and states share, and numbers of blocks and of states per slab; None for
+            separate memory with `num_blocks` blocks and `num_slots` slots.
+        max_requests: Number of requests for which drafts leave a live slot free; 0 lets drafts take any slot.
+        replays: True to keep drafts in one buffer per request, for at most `max_requests` requests, instead of slots.
+        num_running: Number of separate slots for live and draft states; None to use the slots of cached states.
     """
     space = SplitSpace(num_blocks, num_slots) if slabs is None else SlabSpace(*slabs)
     pools = CachePools.over(
@@ -78,7 +78,7 @@ def new_spec(
 
 
 def outcome(cache: PrefixCache, prompt: list[int], *, budget: int = ENOUGH, **settings: object) -> object:
-    """Return the plan of a prompt's admission, or its refusal."""
+    """Return a plan to admit a prompt, or the reason why it is refused."""
     return cache.plan(candidate_of(cache, new_spec(99, prompt, **settings)), budget)  # type: ignore[arg-type]
 
 
@@ -90,7 +90,7 @@ def candidate_of(cache: PrefixCache, spec: RequestSpec) -> Candidate:
 
 
 def planned(cache: PrefixCache, spec: RequestSpec, budget: int = ENOUGH) -> AdmissionPlan:
-    """Return the plan of an admission that must not be refused."""
+    """Return a plan to admit a request; it must not be refused."""
     plan = cache.plan(candidate_of(cache, spec), budget)
     assert isinstance(plan, AdmissionPlan), plan
     return plan
@@ -114,7 +114,7 @@ def run_step(cache: PrefixCache, requests: Sequence[RunningRequest], token: int 
 
 
 def keep(cache: PrefixCache, request: RunningRequest, tokens: Sequence[int]) -> None:
-    """End a request's step that yields `tokens`; publish generated blocks, after those of the prompt."""
+    """End a step in which a request keeps `tokens`; publish the blocks that are now complete."""
     request.generated.extend(tokens)
     if request.is_prefilling:
         cache.advance(request, request.scheduled)
@@ -148,7 +148,7 @@ def verify(cache: PrefixCache, request: RunningRequest, drafts: Sequence[int], k
 
 
 def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> int:
-    """Run a lone request from admission to release, and return the number of skipped prompt tokens."""
+    """Run a single request from admission to release; return the number of prompt tokens that needed no prefill."""
     request = admit(cache, spec)
     skipped = request.computed
     run_step(cache, [request], 0)
@@ -159,7 +159,7 @@ def serve(cache: PrefixCache, spec: RequestSpec, reply: Iterable[int] = ()) -> i
 
 
 def cached_states(cache: PrefixCache) -> list[BlockId]:
-    """Return the blocks whose end has a cached state."""
+    """Return the blocks that end in a cached state."""
     blocks = (BlockId(block) for block in range(cache.kv.num_blocks))
     return [block for block in blocks if cache.slots.slot_of(block) is not None]
 

@@ -1,4 +1,4 @@
-"""A space whose blocks and slots never compete for memory, so that tests can count both."""
+"""Memory in which blocks and slots are separate, so that tests can count both."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,7 +6,7 @@ from megatron_mamba_cache.policy.index_pools import FixedIndexPool
 
 
 class SplitSpace:
-    """Blocks and slots with their own indices, instead of `SlabSpace`."""
+    """`CacheSpace` with separate memory for blocks and slots, used instead of `SlabSpace`."""
 
     def __init__(self, num_blocks: int, num_slots: int) -> None:
         """Start with every index free.

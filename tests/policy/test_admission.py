@@ -1,4 +1,4 @@
-"""Properties of matching a prompt and planning its admission."""
+"""Prefix matches and admission plans for prompts."""
 
 from collections.abc import Container
 
@@ -27,14 +27,14 @@ BLOCK = 4
 
 
 class Pools:
-    """A block pool and a slot pool, to be filled with one cached chain of keys 1, 2, 3 …"""
+    """A block pool and a slot pool for one cached chain of blocks with keys 1, 2, 3, ..."""
 
     def __init__(self, num_blocks: int = 10, num_slots: int = 6, space: CacheSpace | None = None) -> None:
         self.pools = CachePools.over(space or SplitSpace(num_blocks, num_slots), LeastRecentlyUsed(), block_size=BLOCK)
         self.kv, self.slots = self.pools.kv, self.pools.slots
 
     def hold(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
-        """Register a chain, with a state at the end of each block in `states_at` while slots last."""
+        """Register a held chain; cache a state after each block in `states_at` while slots are free."""
         blocks = self.kv.allocate(num_blocks)
         for index, block in enumerate(blocks):
             self.kv.register(block, BlockKey(index + 1), blocks[index - 1] if index else None)
@@ -43,7 +43,7 @@ class Pools:
         return blocks
 
     def cache(self, num_blocks: int, states_at: Container[int] = ()) -> list[BlockId]:
-        """Cache a chain like `hold`; blocks after its last state are dropped."""
+        """Cache a chain like `hold`, and release it; blocks after the last state are then freed."""
         blocks = self.hold(num_blocks, states_at)
         self.kv.release(blocks)
         return blocks
@@ -67,7 +67,7 @@ class Pools:
 
 
 def prompt(prompt_len: int, *, may_skip: bool = True) -> PromptView:
-    """Return a prompt whose complete blocks have keys 1, 2, 3 …"""
+    """Return a prompt with the block keys 1, 2, 3, ..."""
     return PromptView([BlockKey(index + 1) for index in range(prompt_len // BLOCK)], prompt_len, may_skip)
 
 
@@ -91,7 +91,7 @@ def test_cached_blocks_without_a_state_are_shared_but_recomputed() -> None:
     assert match(pools, 20) == PrefixMatch(tuple(blocks), 0)
 
 
-def test_state_at_the_prompt_end_is_not_used_because_no_token_would_remain() -> None:
+def test_state_at_the_prompt_end_is_not_reused_because_one_token_must_be_computed() -> None:
     pools = Pools()
     blocks = pools.cache(3, states_at=(0, 2))
     assert match(pools, 12) == PrefixMatch(tuple(blocks), 4)
@@ -105,7 +105,7 @@ def test_prompt_that_must_be_recomputed_still_shares_cached_blocks() -> None:
 
 
 @given(st.integers(0, 6), st.sets(st.integers(0, 5)), st.integers(1, 30), st.booleans())
-def test_match_is_the_last_state_within_cached_blocks_and_the_prompt(
+def test_match_ends_at_the_last_state_within_cached_blocks_and_the_prompt(
     num_cached: int, states: set[int], prompt_len: int, may_skip: bool
 ) -> None:
     pools = Pools()
@@ -155,7 +155,7 @@ def test_matched_blocks_do_not_count_as_free_for_new_blocks() -> None:
     assert pools.plan(17) is Refusal.NO_BLOCKS
 
 
-def test_request_is_not_admitted_when_other_requests_hold_the_blocks() -> None:
+def test_request_is_not_admitted_when_other_requests_hold_too_many_blocks() -> None:
     pools = Pools(num_blocks=4)
     pools.kv.allocate(3)
     assert isinstance(pools.plan(4), AdmissionPlan)
@@ -181,7 +181,7 @@ def test_request_waits_for_a_reserved_slot_rather_than_evict_its_state() -> None
     assert pools.plan(6) is Refusal.NO_SLOT
 
 
-def test_matched_state_is_given_up_if_only_its_slot_can_be_freed() -> None:
+def test_matched_state_is_not_reused_if_the_request_needs_its_slot() -> None:
     pools = Pools(num_slots=2)
     blocks = pools.cache(1, states_at=(0,))
     pools.slots.take_live()
@@ -207,13 +207,13 @@ def test_planned_blocks_and_state_slot_do_not_share_a_memory_slab() -> None:
     assert shared_memory(0).plan(1) is Refusal.NO_SLOT
 
 
-def test_matched_state_is_given_up_if_the_request_needs_its_slab_as_slot() -> None:
+def test_matched_state_is_not_reused_if_the_live_slot_needs_its_slab() -> None:
     pools = shared_memory(2)
     blocks = pools.cache(1, states_at=(0,))
     assert pools.plan(6) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 1, 6)
 
 
-def test_matched_state_is_given_up_if_the_blocks_need_its_slab() -> None:
+def test_matched_state_is_not_reused_if_the_kv_blocks_need_its_slab() -> None:
     pools = shared_memory(4)
     blocks = pools.cache(2, states_at=(1,))
     assert pools.plan(17) == AdmissionPlan(PrefixMatch(tuple(blocks), 0), 3, 17)

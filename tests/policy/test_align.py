@@ -1,4 +1,4 @@
-"""Properties of the align copy's plan."""
+"""Properties of plans for align copies."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_zero_accepted_tokens_are_treated_as_one() -> None:
     assert plan_align_copy(15, 1, 0, 0, 5, BLOCK) == plan_align_copy(15, 1, 0, 1, 5, BLOCK)
 
 
-def test_copy_between_draft_slots_without_a_conv_shift_moves_bytes() -> None:
+def test_state_is_copied_to_another_column_even_without_a_conv_shift() -> None:
     assert plan_align_copy(15, 1, 0, 1, 5, BLOCK) == AlignCopy(5, 0, 0, True, 1)
 
 
@@ -57,7 +57,7 @@ def test_more_accepted_tokens_than_drafts_are_not_an_error() -> None:
     column=st.integers(0, 8),
     block=st.integers(1, 20),
 )
-def test_copy_plan_equals_a_loop_over_the_accepted_tokens(
+def test_copy_plan_matches_a_token_by_token_reference(
     computed: int, drafts: int, base: int, accepted: int, column: int, block: int
 ) -> None:
     expected = None

@@ -1,4 +1,4 @@
-"""Properties of growing requests after a step."""
+"""Running requests get KV blocks after a step, pause, resume or are evicted."""
 
 import pytest
 
@@ -24,12 +24,12 @@ PLENTY = 100
 
 
 def full_requests(cache: PrefixCache, *num_blocks: int) -> list[RunningRequest]:
-    """Return requests, oldest first, that each fill some blocks of their own and need one more."""
+    """Return requests, oldest first, that each fill blocks of their own and need one more block."""
     return [prefill(cache, new_spec(index, [10 + index] * (BLOCK * count))) for index, count in enumerate(num_blocks)]
 
 
 def full_twins(cache: PrefixCache, num_requests: int, first_id: int) -> list[RunningRequest]:
-    """Return requests that share their only block and need one more."""
+    """Return requests that share their only block and need one more block."""
     return [prefill(cache, new_spec(first_id + index, [1] * BLOCK)) for index in range(num_requests)]
 
 
@@ -129,7 +129,7 @@ def test_evicting_one_of_two_requests_that_share_a_block_frees_nothing() -> None
     cache.check_integrity([busy])
 
 
-def test_evicted_request_frees_its_memory_but_stays_cached() -> None:
+def test_evicted_request_frees_its_memory_but_its_prefix_stays_cached() -> None:
     cache = small_cache(num_blocks=4)
     old, young = full_requests(cache, 2, 2)
     assert grow_requests([old, young], cache, 0).evicted == (young,)
@@ -150,7 +150,7 @@ def test_cached_state_is_evicted_for_a_block_before_any_request_pauses() -> None
     cache.check_integrity([request])
 
 
-def test_younger_request_is_evicted_so_its_state_memory_holds_blocks() -> None:
+def test_younger_request_is_evicted_to_use_its_state_memory_for_blocks() -> None:
     cache = small_cache(slabs=(3, 1, 1))
     old, young = full_twins(cache, 2, first_id=0)
     assert grow_requests([old, young], cache, 0) == GrowthOutcome(evicted=(young,))
@@ -158,7 +158,7 @@ def test_younger_request_is_evicted_so_its_state_memory_holds_blocks() -> None:
 
 
 @pytest.mark.parametrize("shape", [SlabShape(3, 2), SlabShape(1, 2), SlabShape(2, 1)])
-def test_lone_request_grows_by_evicting_states_for_whole_slabs(shape: SlabShape) -> None:
+def test_lone_request_gets_a_block_by_evicting_the_states_of_a_slab(shape: SlabShape) -> None:
     max_blocks, num_drafts = 6, BLOCK - 1
     num_slabs = shape.slabs_of_request(max_blocks, 2 + num_drafts)
     cache = small_cache(slabs=(num_slabs, shape.blocks_per_slab, shape.slots_per_slab), checkpoints="none")
@@ -174,7 +174,7 @@ def test_lone_request_grows_by_evicting_states_for_whole_slabs(shape: SlabShape)
     assert (
         len({slot // shape.slots_per_slab for slot in (request.cursor.live_slot, *request.cursor.draft_slots)}) == BLOCK
     )
-    for slot in others:  # the other requests leave
+    for slot in others:  # the other requests release their slots
         cache.slots.cancel(slot)
     while len(request.block_ids) < max_blocks:
         assert grow_requests([request], cache, PLENTY) == GrowthOutcome()

@@ -62,7 +62,7 @@ def test_block_key_is_the_digest_of_the_previous_key_and_tokens() -> None:
 
 
 @given(st.lists(INT32, max_size=40), st.integers(1, 7), st.data())
-def test_block_keys_do_not_depend_on_how_tokens_are_split(
+def test_block_keys_do_not_depend_on_how_tokens_are_split_between_calls(
     tokens: list[int], block_size: int, data: st.DataObject
 ) -> None:
     pieces = BlockKeyChain(ROOT, block_size)
@@ -118,8 +118,8 @@ def test_every_field_of_the_cache_salt_changes_the_keys() -> None:
     assert {len(salt.root()) for salt in salts} == {32}
 
 
-def test_cache_salt_hashes_equally_in_every_process() -> None:
-    # A literal, since a hash seeded for each process would still agree with itself here.
+def test_cache_salt_has_the_same_hash_in_every_process() -> None:
+    # Compare with a literal: a hash that depends on the process would equal itself.
     assert CacheSalt("model", "weights-1", 0).root().hex() == ROOT_HEX
 
 

@@ -22,7 +22,7 @@ def chunk_ends(prompt_len: int, budget: int, block_size: int, *, align: bool) ->
     return ends[1:]
 
 
-def test_prompt_one_token_past_a_block_caches_a_state_after_it() -> None:
+def test_prompt_one_token_longer_than_a_block_caches_the_state_after_that_block() -> None:
     assert whole_prompt(64, 65) == [64]
 
 
@@ -87,7 +87,7 @@ def test_rest_of_a_prompt_within_the_budget_is_one_chunk() -> None:
 
 
 @given(st.data())
-def test_selected_state_positions_equal_a_loop_over_every_token(data: st.DataObject) -> None:
+def test_selected_boundaries_match_a_token_by_token_reference(data: st.DataObject) -> None:
     block = data.draw(st.integers(1, 9))
     stride = data.draw(st.none() | st.integers(1, 4))
     prompt_len = data.draw(st.integers(0, 60))
@@ -149,6 +149,8 @@ def test_chunk_or_match_positions_outside_the_prompt_are_refused(start: int, end
 
 
 @pytest.mark.parametrize(("start", "budget", "block_size"), [(10, 5, 4), (-1, 5, 4), (0, 0, 4), (0, 5, 0)])
-def test_chunk_end_refuses_a_position_or_budget_without_progress(start: int, budget: int, block_size: int) -> None:
+def test_chunk_end_is_refused_for_an_invalid_start_budget_or_block_size(
+    start: int, budget: int, block_size: int
+) -> None:
     with pytest.raises(ValueError, match="found"):
         prefill_chunk_end(start=start, prompt_len=10, budget=budget, block_size=block_size, align=True)

@@ -61,7 +61,7 @@ def test_block_with_a_new_key_is_reported_as_dropped_and_published() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_reported_changes_sum_to_the_resumable_prefixes(seed: int) -> None:
+def test_reported_changes_add_up_to_the_resumable_prefixes(seed: int) -> None:
     rng = random.Random(seed)
     cache, journal = small_cache(num_blocks=14, num_slots=5, stride=rng.choice([None, 1])), BoundaryJournal()
     cache.slots.observe(journal)

@@ -1,4 +1,4 @@
-"""Points where waiting requests branch off a prompt, and the tokens computed by a burst with a common prefix."""
+"""Positions at which waiting requests diverge, and the tokens that requests with a common prefix compute."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -52,13 +52,13 @@ def test_branch_points_are_the_last_block_ends_shared_with_other_prompts(
     assert all(deepest[left_out] <= deepest[taken] for left_out in set(deepest) - set(found) for taken in found)
 
 
-def test_request_that_must_recompute_adds_no_branch_point() -> None:
+def test_request_that_must_recompute_its_prompt_adds_no_branch_point() -> None:
     assert branch_points(view_of([1] * 8), [view_of([1] * 6, may_skip=False)], 2) == ()
 
 
 @dataclass
 class Queue:
-    """Requests that a scheduler admits over a cache, and the prompt tokens of each step."""
+    """Requests that a scheduler admits to a cache; counts the prompt tokens that each step computes."""
 
     cache: PrefixCache
     waiting: list[RequestSpec]
@@ -76,7 +76,7 @@ class Queue:
         return self._candidates[request_id]
 
     def step(self) -> int:
-        """Run a step and return its computed prompt tokens; prefilled requests leave."""
+        """Run a step and release prefilled requests; return the number of computed prompt tokens."""
         filled = self._scheduler.fill_step(self.requests, [self.candidate(spec.request_id) for spec in self.waiting])
         admitted = {request.request_id for request in filled.admitted}
         self.waiting = [spec for spec in self.waiting if spec.request_id not in admitted]
@@ -87,7 +87,7 @@ class Queue:
         return computed
 
     def steps(self) -> list[int]:
-        """Run all requests; return the prompt tokens of each step."""
+        """Run all requests; return the number of prompt tokens of each step."""
         found = []
         while self.waiting or self.requests:
             found.append(self.step())
@@ -132,20 +132,20 @@ def test_simultaneous_requests_of_different_tenants_share_nothing() -> None:
     assert Queue(small_cache(100, 40), specs).steps() == [3 * (2 * BLOCK + 1)]
 
 
-def test_no_request_waits_for_a_prefix_whose_state_cannot_be_kept() -> None:
+def test_no_request_waits_for_a_prefix_whose_state_cannot_be_cached() -> None:
     queue = Queue(small_cache(100, 1), burst(3, 2 * BLOCK, 1))
     assert queue.steps() == [2 * BLOCK + 1] * 3
     assert queue.cache.counters.states_skipped_no_room and not queue.cache.counters.admissions_deferred
 
 
 class UnreadablePrompt(Candidate):
-    """A request whose keys cannot be computed."""
+    """Prompt whose block keys cannot be computed."""
 
     def begin_epoch(self, chain: KeyChain, epoch: int) -> None:
         raise MemoryError
 
 
-def test_error_while_hashing_a_prompt_names_only_its_request() -> None:
+def test_error_while_hashing_a_prompt_is_attributed_only_to_its_request() -> None:
     queue = Queue(small_cache(100, 40), burst(3, 2 * BLOCK, 1))
     scheduler = StepScheduler()
     with pytest.raises(MemoryError):
@@ -156,7 +156,7 @@ def test_error_while_hashing_a_prompt_names_only_its_request() -> None:
     assert not queue.requests
 
 
-def test_search_for_shared_prefixes_stops_after_a_fixed_queue_length() -> None:
+def test_shared_prefixes_are_searched_in_a_limited_number_of_queued_requests() -> None:
     queue = Queue(small_cache(1000, 400), burst(BRANCH_WINDOW + 10, 0, BLOCK + 1))
     waiting = [queue.candidate(spec.request_id) for spec in queue.waiting]
     queue.requests = RunningRequests(queue.cache, 1, ENOUGH)

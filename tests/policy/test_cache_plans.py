@@ -1,4 +1,4 @@
-"""Plans change nothing and are refused once they no longer hold."""
+"""Admission plans change nothing, and are refused if the cache has changed since."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Aborted steps, released requests, evictions, and the integrity check's findings."""
+"""Aborted steps, released requests, evictions, and inconsistencies that the integrity check detects."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Properties of the chunk plan."""
+"""Properties of the plan of scan chunks."""
 
 from itertools import accumulate
 
@@ -43,7 +43,7 @@ def test_empty_batch_has_no_scan_chunk() -> None:
 
 
 @given(ROWS, st.integers(1, 12))
-def test_chunk_plan_equals_a_loop_over_every_token(requests: list[tuple[int, int]], chunk_size: int) -> None:
+def test_chunk_plan_matches_a_token_by_token_reference(requests: list[tuple[int, int]], chunk_size: int) -> None:
     ends: list[int] = []
     owners: list[int] = []
     packed = 0

@@ -1,4 +1,4 @@
-"""Logs of decisions: equal ones have equal hashes, and the first difference of others is reported."""
+"""Decision logs: equal logs have equal hashes, and the first difference between logs is reported."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def test_different_decision_changes_the_fingerprint_and_is_reported(last: Entry)
     one, other = log_of(COMMON), log_of([COMMON[0], last])
     assert one.fingerprint() != other.fingerprint()
     reported = first_difference([one.recent(), other.recent()])
-    assert reported.startswith("decision 1 is the first that differs: rank 0: step 1, request 1, tokens of the step")
+    assert reported.startswith("decision 1 is the first that differs: rank 0: step 1, request 1, scheduled tokens")
     assert str(Decision(1, *last)) in reported
 
 
@@ -47,7 +47,7 @@ def test_decision_fingerprint_includes_the_step_number() -> None:
     assert late.fingerprint() != log_of(COMMON[:1]).fingerprint()
 
 
-def test_rank_that_made_no_decision_is_reported_as_nothing() -> None:
+def test_missing_decision_of_a_rank_is_reported_as_nothing() -> None:
     reported = first_difference([log_of(COMMON).recent(), log_of(COMMON[:1]).recent()])
     assert reported.endswith("rank 1: nothing")
 
@@ -57,8 +57,8 @@ def test_decision_log_is_bounded_and_reports_forgotten_differences() -> None:
     one, other = log_of(many), log_of([(DecisionKind.EVICT, -1, (-5,)), *many[1:]])
     assert len(one.recent().decisions) < 5000
     assert one.num_noted == 10_000 and one.fingerprint() != other.fingerprint()
-    assert "no longer remembered" in first_difference([one.recent(), other.recent()])
+    assert "which the log no longer contains" in first_difference([one.recent(), other.recent()])
 
 
-def test_eviction_decisions_are_labeled_with_the_pools() -> None:
+def test_eviction_decisions_are_labeled_with_their_pool() -> None:
     assert str(Decision(4, DecisionKind.EVICT, -1, (1, 2))).startswith("step 4, pools, evictions")

@@ -1,4 +1,4 @@
-"""Checkpoints of replies, drafts, and the slots that live states take first."""
+"""Decode checkpoints, drafts, and the priority of live states over cached states."""
 
 import pytest
 
@@ -28,7 +28,7 @@ A, B, C, D = ([token] * BLOCK for token in (1, 2, 3, 4))
 
 
 def reply_of(num_blocks: int) -> list[int]:
-    """Return a reply of some blocks and two tokens."""
+    """Return the tokens of a reply: `num_blocks` blocks and two tokens."""
     return [20 + index for index in range(num_blocks * BLOCK + 2)]
 
 
@@ -39,7 +39,7 @@ def positions_with_a_state(cache: PrefixCache, request: RunningRequest) -> list[
 
 
 def turn_after(request: RunningRequest) -> list[int]:
-    """Return the prompt of a next turn: the whole conversation, and a question."""
+    """Return the prompt of the next turn: the whole conversation and a new question."""
     return [*map(int, request.tokens(0, request.length)), 7, 7, 7, 7, 7]
 
 
@@ -134,7 +134,7 @@ def test_checkpoint_reached_by_two_requests_is_not_dropped() -> None:
     cache.check_integrity(requests)
 
 
-def test_old_checkpoint_stays_when_no_slot_is_free_for_a_new_one() -> None:
+def test_old_checkpoint_stays_when_no_slot_is_free_for_a_new_checkpoint() -> None:
     cache = small_cache(num_slots=3)
     request = prefill(cache, new_spec(0, [1, 2, 3]), first_token=4)
     decode(cache, request, [5])
@@ -280,7 +280,7 @@ def test_request_waits_for_a_reserved_slot_and_then_evicts_the_state() -> None:
 
 
 @pytest.mark.parametrize("max_requests", [1, 2, 3])
-def test_one_more_slot_than_max_requests_is_enough(max_requests: int) -> None:
+def test_max_requests_can_run_with_one_extra_state_slot(max_requests: int) -> None:
     cache = small_cache(num_slots=max_requests + 1, num_blocks=32)
     for turn in range(3):
         requests = []

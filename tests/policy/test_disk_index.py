@@ -1,4 +1,4 @@
-"""The index of entries on disk against a plain model of it."""
+"""The index of entries on disk, compared with a simple reference model."""
 
 import random
 
@@ -24,7 +24,7 @@ def bytes_of(names: set[EntryName]) -> int:
 
 @settings(deadline=None)
 @given(st.integers(0, 10**6), st.integers(20, 120))
-def test_disk_index_equals_a_reference_dict_under_random_calls(seed: int, limit: int) -> None:
+def test_disk_index_matches_a_reference_dict_under_random_calls(seed: int, limit: int) -> None:
     rng, index, known = random.Random(seed), DiskIndex(BLOCK, ENTRY, limit), dict[int, EntryName]()
     for _ in range(60):
         keys = rng.choice(TEXTS)

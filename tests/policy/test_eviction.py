@@ -14,7 +14,7 @@ NOW = 100
 
 
 class Push(NamedTuple):
-    """Arguments of a pushed id."""
+    """Arguments of one `EvictionOrder.push` call."""
 
     last_used: int
     num_tokens: int
@@ -26,7 +26,7 @@ def equally(kind: int) -> float:
 
 
 def push_uses(order: EvictionOrder, *last_uses: int) -> None:
-    """Push ids 0, 1, ..., used at these times."""
+    """Push the ids 0, 1, ... with these times of their last use."""
     for entry_id, last_used in enumerate(last_uses):
         order.push(entry_id, last_used, 1, Weight())
 
@@ -73,7 +73,7 @@ def test_states_of_equal_priority_are_evicted_by_depth_then_id() -> None:
 
 
 @pytest.mark.parametrize(("times_more", "first"), [(2, 1), (4, 0)])
-def test_four_times_the_gain_outweighs_three_times_the_age(times_more: float, first: int) -> None:
+def test_entry_with_four_times_the_gain_and_three_times_the_age_is_evicted_later(times_more: float, first: int) -> None:
     order = EvictionOrder()
     order.push(0, NOW, 1, Weight(gain=1.0))
     order.push(1, NOW - 2 * FULL_PRIORITY_AGE, 1, Weight(gain=times_more))  # three times the denominator

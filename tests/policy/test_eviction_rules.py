@@ -35,7 +35,7 @@ ENTRIES = st.builds(
 
 
 def priority(rule: EvictionRule, entry: CachedEntry) -> float:
-    """Return a state's priority at age 0, up to a factor."""
+    """Return a state's priority at age 0, up to a constant factor."""
     weight = rule.weigh(entry)
     return rule.likelihood(weight.kind) * weight.gain
 
@@ -62,7 +62,7 @@ def states_at(cache: PrefixCache) -> list[int]:
 
 
 def other(number: int) -> list[int]:
-    """Return a prompt of two blocks that shares nothing."""
+    """Return a prompt of two blocks that shares no block with other prompts."""
     return [number] * (2 * BLOCK + 1)
 
 
@@ -79,7 +79,7 @@ def test_lru_rule_gives_all_states_the_same_priority(entry: CachedEntry) -> None
 
 
 @given(ENTRIES, st.sampled_from(sorted(EVICTION_RULES)))
-def test_every_eviction_rule_marks_states_at_text_ends(entry: CachedEntry, name: str) -> None:
+def test_every_eviction_rule_has_separate_kinds_for_states_at_text_ends(entry: CachedEntry, name: str) -> None:
     assert (EVICTION_RULES[name](STATE_LEN).weigh(entry).kind in ENDS) == entry.is_end
 
 
@@ -132,14 +132,14 @@ def test_cost_rule_orders_states_by_hit_likelihood_per_byte(lost: int) -> None:
         CachedEntry(8, 8, num_branch_hits=1, num_continuations=0, is_end=False),
     ],
 )
-def test_state_with_several_continuations_or_branch_hits_is_a_branch(entry: CachedEntry) -> None:
+def test_state_with_several_continuations_or_branch_hits_has_a_branch_kind(entry: CachedEntry) -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(entry) not in {kind_of(end(8)), kind_of(inside(8))}
     as_end = kind_of(entry._replace(is_end=True))
     assert as_end in ENDS and (as_end == kind_of(end(8))) == (not entry.num_branch_hits)
 
 
-def test_prompt_end_is_its_own_kind_only_inside_an_unbranched_text() -> None:
+def test_prompt_end_has_its_own_kind_only_inside_an_unbranched_text() -> None:
     kind_of = partial(_kind, RecomputeCost(STATE_LEN))
     assert kind_of(prompt_end(8)) not in {kind_of(end(8)), kind_of(inside(8)), kind_of(branch(8))}
     for entry in (end(8), branch(8), branch(8, 1)):
@@ -160,7 +160,7 @@ def test_every_state_has_a_finite_non_negative_priority(entry: CachedEntry, stat
 
 
 def teach(rule: EvictionRule, entry: CachedEntry, num_states: int, num_hits: int) -> None:
-    """Give the rule states of the entry's kind, of which some are hit."""
+    """Count states of the entry's kind, and hits of some of them."""
     kind = _kind(rule, entry)
     for number in range(num_states):
         rule.count_state(kind)
@@ -206,7 +206,7 @@ def test_text_end_states_without_hits_lose_priority() -> None:
 
 
 class Recorder(LeastRecentlyUsed):
-    """LRU that records its calls; a state with a successor is of kind 1, else 0."""
+    """LRU rule that records its calls; a state with a successor has kind 1, any other kind 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,21 +224,21 @@ class Recorder(LeastRecentlyUsed):
 
 
 class BranchRecorder(Recorder):
-    """Records the number of requests that branch at states."""
+    """Rule that records the number of branch hits of states."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(entry.num_branch_hits)
 
 
 class EndRecorder(Recorder):
-    """Records ends separately from other states."""
+    """Rule that records states at text ends separately from other states."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(ENDS[0] if entry.is_end else ENDS.stop)
 
 
 class OnlyPromptEnds(LeastRecentlyUsed):
-    """A rule that gives priority only to states at prompt ends."""
+    """Rule that gives priority only to states at prompt ends."""
 
     def weigh(self, entry: CachedEntry) -> Weight:
         return Weight(gain=float(entry.ends_prompt))
@@ -283,7 +283,7 @@ def test_repeated_hits_on_a_state_are_counted_once() -> None:
     assert rule.hits == [1]
 
 
-def test_state_that_becomes_a_text_end_is_counted_as_one_when_evicted() -> None:
+def test_state_that_becomes_a_text_end_is_counted_as_a_text_end_when_evicted() -> None:
     rule = EndRecorder()
     pools, path = held_path(rule)
     pools.slots.touch_path(path)
@@ -294,7 +294,7 @@ def test_state_that_becomes_a_text_end_is_counted_as_one_when_evicted() -> None:
     assert rule.states == [ENDS[0], ENDS.stop, ENDS[0]]
 
 
-def test_resuming_at_the_last_state_of_a_text_is_no_branch() -> None:
+def test_resuming_at_the_last_state_of_a_text_is_not_a_branch_hit() -> None:
     rule = BranchRecorder()
     pools, path = held_path(rule)
     for block in path:
@@ -319,7 +319,7 @@ def test_cost_rule_keeps_a_shared_prefix_that_lru_loses_to_one_off_prompts() -> 
     assert skipped == {"lru": 0, "cost": len(prefix)}
 
 
-def test_last_state_of_a_conversation_outlives_its_earlier_ones() -> None:
+def test_last_state_of_a_conversation_is_evicted_after_its_earlier_states() -> None:
     cache = small_cache(num_blocks=64, num_slots=5, eviction="cost")
     text = [1] * (2 * BLOCK)
     for turn in range(4):

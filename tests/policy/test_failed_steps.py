@@ -1,4 +1,4 @@
-"""Isolated and refused requests, by the failed steps of each."""
+"""Requests run alone after a number of failed steps, and are refused after more."""
 
 import pytest
 
@@ -11,7 +11,7 @@ from megatron_mamba_cache.policy.scheduler import (
 
 
 def failed(*steps: list[int]) -> FailedSteps:
-    """Return the counts after these failed steps, each given by its requests."""
+    """Return the counts after these failed steps; each step is given by its request ids."""
     failures = FailedSteps()
     for request_ids in steps:
         failures.count(request_ids)

@@ -1,4 +1,4 @@
-"""States that are held until a time, under repeated holds, evictions and any clock."""
+"""States with raised priority until a time: repeated holds, evictions and cache breakpoints."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_repeated_holds_on_a_state_use_bounded_memory() -> None:
 
 
 def asked(request_id: int, first: int, num_tokens: int, arrived_s: int, *indices: PromptBreakpoint) -> RequestSpec:
-    """Return a request whose prompt begins with its own token."""
+    """Return a request for a prompt that begins with the token `first`."""
     prompt = np.array([first, *range(1, num_tokens)], dtype=np.int64)
     return RequestSpec(request_id, prompt, 64, SamplingSettings(), breakpoints=indices, arrived_s=arrived_s)
 
@@ -77,7 +77,7 @@ def run(cache: PrefixCache, spec: RequestSpec) -> RunningRequest:
 
 
 def skipped(cache: PrefixCache, first: int, num_tokens: int) -> int:
-    """Return the number of a prompt's cached tokens; changes nothing."""
+    """Return the number of a prompt's tokens that need no prefill; do not change the cache."""
     return planned(cache, asked(99, first, num_tokens, 0)).match.skip_tokens
 
 
@@ -119,7 +119,7 @@ def test_held_state_is_evicted_when_a_running_request_needs_its_slot() -> None:
     cache.slots.check_integrity()
 
 
-def test_cache_write_count_excludes_tokens_already_resumable() -> None:
+def test_count_of_newly_cached_tokens_excludes_already_resumable_tokens() -> None:
     cache = small_cache(64, 16)
     assert run(cache, asked(0, 7, 3 * BLOCK + 1, 0, PromptBreakpoint(BLOCK))).num_written == 3 * BLOCK
     assert run(cache, asked(1, 7, 3 * BLOCK + 1, 0)).num_written == 0

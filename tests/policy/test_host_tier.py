@@ -1,8 +1,8 @@
-"""The host tier under random requests, with copies that are late, fail, and read their source as late as allowed.
+"""The host tier under random requests, with copies that end late, fail, or read their source as late as allowed.
 
-Each index of memory holds the key of the text that was last written there, or None for garbage; whatever can be found,
-on either side, must hold what its key stands for. Where blocks and slots share slabs, what is written to one overwrites
-the others of its slab.
+The model stores, for each index of memory, the key of the text that was last written there; None for garbage. Every
+block and state that can be found on the device or host must contain the data of its key. If blocks and slots share
+slabs, a write to one overwrites the other kind in its slab.
 """
 
 import random
@@ -47,7 +47,7 @@ SIZES: list[tuple[Slabs | None, Slabs | None]] = [
 
 @dataclass(slots=True)
 class Memory:
-    """The key last written to each block and slot of one side."""
+    """The key last written to each block and slot of the device or the host."""
 
     slabs: Slabs | None
     blocks: dict[int, int | None] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class Memory:
 
 @dataclass(slots=True)
 class Fate:
-    """Outcome of a copy: how often two ranks find it in flight, if it fails on each, and when it reads."""
+    """Outcome of a copy on two ranks: number of polls before it ends, if it fails, and when it reads its source."""
 
     late: tuple[int, int] = (0, 0)
     fails: tuple[bool, bool] = (False, False)
@@ -81,7 +81,7 @@ class Fate:
 
 
 class FatedCopies:
-    """`Copies` of the first of two ranks; `agree` knows the other's."""
+    """`Copies` of the first of two ranks; `agree` also has the statuses of the second rank."""
 
     def __init__(self, device: Memory, host: Memory) -> None:
         self.next_fate = Fate()
@@ -141,7 +141,7 @@ class FatedCopies:
 
 
 class TieredWorkload:
-    """Requests that pass through scheduler, cache and tier like an engine's."""
+    """Processes requests with scheduler, cache and tier, as an engine does."""
 
     def __init__(self, slabs: tuple[Slabs | None, Slabs | None], eviction: str) -> None:
         self.device, self.host = Memory(slabs[0]), Memory(slabs[1])
@@ -174,14 +174,14 @@ class TieredWorkload:
         self.num_requests = 0
 
     def come(self, text: int, cut: int, new: Sequence[int]) -> None:
-        """Queue a request that continues a part of a known text."""
+        """Queue a request that continues a prefix of a known text."""
         known = self.texts[text % len(self.texts)]
         prompt = [*known[: len(known) - cut % len(known)], *new][: MAX_LEN - 1]
         self._queue(self.num_requests, prompt)
         self.num_requests += 1
 
     def step(self, token: int) -> None:
-        """Run a step, at the end of which each sampling request gets the same token."""
+        """Run a step; each request that samples gets the same token."""
         self.tier.land(wait=not self.requests)
         self._schedule()
         decoding = self.requests.decoding
@@ -219,7 +219,7 @@ class TieredWorkload:
         self.tier.forget(request_id)
 
     def check(self) -> None:
-        """Assert that all bookkeeping agrees, and that every findable entry was written."""
+        """Assert that all bookkeeping is consistent, and that every entry that can be found was written."""
         self.cache.check_integrity(self.requests.oldest_first)
         for pools, memory in ((self.cache.pools, self.device), (self.below, self.host)):
             found = {block: pools.kv.key_of(block) for block in range(pools.kv.num_blocks)}  # type: ignore[arg-type]
@@ -233,7 +233,7 @@ class TieredWorkload:
                 )
 
     def finish(self) -> None:
-        """End everything; assert that all memory is free."""
+        """End all requests and copies; assert that all memory is free."""
         self.requests.drop(list(self.requests))
         for request_id in list(self.queue):
             self.cancel(request_id)
@@ -257,7 +257,7 @@ class TieredWorkload:
         self.tier.start()
 
     def _write(self, request: RunningRequest) -> None:
-        """Write what the request's step computes, like the model's kernels."""
+        """Write what the request's step computes, as the model's kernels do."""
         end = request.computed + request.scheduled
         keys = self._keys(request, end)
         for index in range(request.computed // BLOCK, -(-end // BLOCK)):
@@ -276,7 +276,7 @@ class TieredWorkload:
 
 
 class HostTierMachine(RuleBasedStateMachine):
-    """Requests arrive, run, end, are cancelled and flushed, over memories that are always too small."""
+    """Requests arrive, run, end, are cancelled and flushed, in memory that is always too small."""
 
     @initialize(slabs=st.sampled_from(SIZES), eviction=st.sampled_from(sorted(EVICTION_RULES)))
     def begin(self, slabs: tuple[Slabs | None, Slabs | None], eviction: str) -> None:

@@ -1,4 +1,4 @@
-"""IndexPool of split and of shared memory against a model that counts from scratch."""
+"""Index pools with separate and shared memory, compared with a model that recounts after every operation."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from megatron_mamba_cache.policy.slabs import SlabIndexPool, SlabSpace
 from tests.policy.split_space import SplitSpace
 
 
-def test_lowest_indices_are_allocated_first_and_released_ones_reused() -> None:
+def test_lowest_indices_are_allocated_first_and_released_indices_are_reused() -> None:
     indices = FixedIndexPool(4)
     assert indices.take(3) == [0, 1, 2]
     for index in (2, 0):
@@ -78,7 +78,7 @@ Use = int
 
 
 class IndexPoolMachine(RuleBasedStateMachine):
-    """Blocks and slots are taken, fixed, unfixed and released; the model knows which are taken, and which fixed."""
+    """Blocks and slots are taken, fixed, unfixed and released; the model records which are taken and fixed."""
 
     uses = st.integers(0, 1)
 
@@ -99,7 +99,7 @@ class IndexPoolMachine(RuleBasedStateMachine):
         return sorted(index for index, is_fixed in self.is_fixed[use].items() if not is_fixed)
 
     def _slabs(self, use: Use) -> Counter[int]:
-        """Return the slabs in which a use holds indices, and the number of indices."""
+        """Return the number of taken indices in each slab of a use."""
         indices = self._indices(use)
         assert isinstance(indices, SlabIndexPool)
         return Counter(index // indices.per_slab for index in self.is_fixed[use])

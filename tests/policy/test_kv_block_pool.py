@@ -25,7 +25,7 @@ def new_pools(num_blocks: int, num_slots: int = 20) -> CachePools:
 
 
 def keys_of(path: Sequence[int]) -> list[BlockKey]:
-    """Keys of a chain of one-token blocks, as readable numbers: the path in base 100."""
+    """Return readable keys for a chain of one-token blocks: each key is the path to the block in base 100."""
     keys, key = [], 0
     for token in path:
         key = key * 100 + token
@@ -34,7 +34,7 @@ def keys_of(path: Sequence[int]) -> list[BlockKey]:
 
 
 def hold(pools: CachePools, path: Sequence[int]) -> list[BlockId]:
-    """Match, acquire, allocate and register the chain, like a request."""
+    """Match, acquire, allocate and register the chain, as a request does."""
     kv, keys = pools.kv, keys_of(path)
     blocks = kv.longest_match(keys)
     num_matched = len(blocks)
@@ -47,7 +47,7 @@ def hold(pools: CachePools, path: Sequence[int]) -> list[BlockId]:
 
 
 def cache(pools: CachePools, path: Sequence[int], states_at: Collection[int] = (LAST,)) -> list[BlockId]:
-    """Hold the chain, publish states at some of its blocks, and release it."""
+    """Hold the chain, publish states after some of its blocks, and release it."""
     blocks = hold(pools, path)
     for index in states_at:
         pools.slots.publish(pools.slots.reserve()[0], blocks[index], num_tokens=pools.kv.depth(blocks[index]))
@@ -88,7 +88,7 @@ def test_allocate_returns_distinct_blocks_with_one_reference() -> None:
     assert (kv.num_free, kv.num_referenced) == (1, 9)
 
 
-def test_failed_allocation_changes_nothing_and_names_the_remedy() -> None:
+def test_failed_allocation_changes_nothing_and_its_error_names_the_setting() -> None:
     pools = new_pools(4)
     pools.kv.allocate(2)
     cache(pools, [1])
@@ -268,7 +268,7 @@ def test_least_recently_used_child_is_evicted_before_its_parent() -> None:
 @pytest.mark.parametrize(
     ("space", "num_evicted"), [(SplitSpace(2, 2), 1), (SlabSpace(2, 2, 2), 2)], ids=["split", "slabs"]
 )
-def test_state_is_evicted_for_a_block_only_if_its_memory_can_hold_one(space: CacheSpace, num_evicted: int) -> None:
+def test_state_is_evicted_for_a_block_only_if_its_memory_can_hold_a_block(space: CacheSpace, num_evicted: int) -> None:
     pools = CachePools.over(deepcopy(space), LeastRecentlyUsed(), block_size=1)
     parent, leaf = cache(pools, [1, 2], states_at=(0, 1))
     pools.slots.touch_path([parent])
@@ -380,7 +380,7 @@ def test_invalid_registration_raises_and_changes_nothing() -> None:
     with pytest.raises(CacheIntegrityError, match="must be registered and referenced"):
         kv.register(new, key, cached)
     for no_key in (0, -1):
-        with pytest.raises(ValueError, match="must be positive"):
+        with pytest.raises(ValueError, match=r"the key of block . must be positive"):
             kv.register(new, BlockKey(no_key), None)
     assert snapshot(pools) == before
     kv.check_integrity()
@@ -424,7 +424,7 @@ def test_flush_frees_every_block_and_slot_of_a_cached_chain() -> None:
     assert (pools.kv.num_free, pools.slots.num_free) == (4, 20)
 
 
-def test_block_cannot_be_registered_after_a_block_from_before_a_flush() -> None:
+def test_block_cannot_be_registered_with_a_parent_from_before_a_flush() -> None:
     pools = new_pools(6)
     held = hold(pools, [1])
     (new,) = pools.kv.allocate(1)
@@ -453,7 +453,7 @@ def test_check_integrity_detects_a_cached_block_with_no_state_after_it() -> None
     ("corrupt", "message"),
     [
         (lambda kv: kv._tree._block_of.popitem(), "inverse"),
-        (lambda kv: kv._tree._num_children.__setitem__(0, 9), "children"),
+        (lambda kv: kv._tree._num_children.__setitem__(0, 9), "child counts"),
         (lambda kv: setattr(kv, "num_cached", 0), "and 0 are counted"),
         (lambda kv: kv._refs.__setitem__(3, 1), "but 0 and 2 are"),
     ],
@@ -468,7 +468,7 @@ def test_check_integrity_detects_each_broken_invariant(corrupt: object, message:
 
 @dataclass(slots=True)
 class Row:
-    """State of a request: its tokens, its blocks, and the number of registered ones."""
+    """A request: its tokens, its blocks, and the number of registered blocks."""
 
     path: list[int]
     blocks: list[BlockId]
@@ -478,7 +478,7 @@ class Row:
 
 @dataclass(slots=True)
 class Model:
-    """A simple model of the pools: three dicts, and a search for what a state can resume."""
+    """Simple reference model of the pools: three dicts, searched for the blocks that a state makes reusable."""
 
     refs: dict[BlockId, int] = field(default_factory=dict)
     registered: dict[BlockKey, BlockId] = field(default_factory=dict)
@@ -499,7 +499,7 @@ class Model:
         return {block for block, refs in self.refs.items() if refs}
 
     def prune(self) -> None:
-        """Forget blocks that no request holds and no state at their end or later can resume."""
+        """Forget blocks that no request holds and that have no state at their end or after it."""
         self.registered = {
             key: block
             for key, block in self.registered.items()
@@ -534,7 +534,7 @@ class PoolMachine(RuleBasedStateMachine):
             self.pools = CachePools.over(SlabSpace(*slabs), LeastRecentlyUsed(), block_size=1)
 
     def _num_free(self, blocks: Collection[int], slots: Collection[int]) -> tuple[int, int]:
-        """Return the number of blocks and slots that are free next to some."""
+        """Return the numbers of free blocks and slots if these blocks and slots are taken."""
         if self.slabs is None:
             return 8 - len(blocks), 4 - len(slots)
         num_slabs, blocks_per_slab, slots_per_slab = self.slabs

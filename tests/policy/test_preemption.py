@@ -1,4 +1,4 @@
-"""Properties of the preemption plan."""
+"""Properties of preemption plans."""
 
 from collections.abc import Sequence
 
@@ -18,18 +18,18 @@ def own(request: int, num_blocks: int) -> tuple[int, ...]:
 
 
 def demand(request: int, *, num_own: int = 2, shared: tuple[int, ...] = (), paused: bool = False) -> RequestDemand:
-    """Return a request of the age of its number that needs a block."""
+    """Return the demand of a request that needs a block; its age is its number."""
     return RequestDemand(request, request, True, (*shared, *own(request, num_own)), paused, False)
 
 
 def content(request: int, *, shared: tuple[int, ...] = (), prefilling: bool = False) -> RequestDemand:
-    """Return a request that needs no block."""
+    """Return the demand of a request that needs no block."""
     return RequestDemand(request, request, False, (*shared, *own(request, 2)), False, prefilling)
 
 
 @st.composite
 def request_demands(draw: st.DrawFn) -> list[RequestDemand]:
-    """Return requests that share blocks by common prefixes, and in less usual ways."""
+    """Return the demands of requests that share blocks through common prefixes or in other ways."""
     numbers = draw(st.permutations(range(draw(st.integers(0, 7)))))
     requests = []
     for number in numbers:
@@ -76,7 +76,7 @@ def test_oldest_requests_get_the_last_free_blocks() -> None:
     assert plan_preemption(requests, 2, 10) == PreemptionPlan((1, 2), (3,), ())
 
 
-def test_older_paused_request_resumes_before_a_younger_one_continues() -> None:
+def test_older_paused_request_resumes_before_a_younger_request_continues() -> None:
     assert plan_preemption([demand(2), demand(1, paused=True)], 1, 10) == PreemptionPlan((1,), (2,), ())
 
 
@@ -85,7 +85,7 @@ def test_requests_of_equal_age_are_ordered_by_index() -> None:
     assert plan_preemption(requests, 1, 10) == PreemptionPlan((0,), (1, 2), ())
 
 
-def test_youngest_request_is_evicted_if_none_could_run() -> None:
+def test_youngest_request_is_evicted_if_no_request_could_run() -> None:
     assert plan_preemption([demand(0), demand(1), demand(2)], 0, 100) == PreemptionPlan((0, 1), (), (2,))
 
 
@@ -106,7 +106,7 @@ def test_evicting_a_request_does_not_free_blocks_it_shares() -> None:
     assert plan_preemption(requests, 0, 0) == PreemptionPlan((), (), (1,))
 
 
-def test_youngest_request_is_evicted_if_paused_ones_hold_too_many_blocks() -> None:
+def test_youngest_request_is_evicted_if_paused_requests_hold_too_many_blocks() -> None:
     requests = [
         content(0, shared=SHARED),
         demand(1, num_own=0, shared=SHARED),
@@ -196,7 +196,7 @@ def test_paused_requests_hold_no_more_blocks_than_allowed(
 
 
 @ANY_CASE
-def test_no_request_is_evicted_without_need(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
+def test_no_request_is_evicted_unnecessarily(requests: list[RequestDemand], num_available: int, capacity: int) -> None:
     plan = plan_or_skip(requests, num_available, capacity)
     waiting = by_seniority([request for request in requests if request.needs_block])[num_available:]
     has_active = len(waiting) < len(requests)

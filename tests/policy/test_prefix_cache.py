@@ -1,4 +1,4 @@
-"""Skipped, shared and isolated tokens of requests, by examples."""
+"""Examples of prompt tokens that requests skip, share or must not share."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_prompt_with_three_cached_blocks_resumes_at_the_only_state(new_cache: Ne
     assert (plan.match.blocks, plan.match.skip_tokens) == (tuple(request.block_ids[:3]), BLOCK)
 
 
-def test_prompt_is_computed_whole_when_only_its_kv_is_cached(new_cache: NewCache) -> None:
+def test_whole_prompt_is_computed_when_only_its_kv_is_cached(new_cache: NewCache) -> None:
     cache = new_cache()
     request = prefill(cache, new_spec(0, [*A, *B, 9]))
     drop_states(cache)
@@ -78,7 +78,7 @@ def test_request_that_matches_only_kv_caches_a_state_at_the_match_end(new_cache:
     assert [state.position for state in request.reserved] == [BLOCK, 3 * BLOCK]
 
 
-def test_third_request_with_a_common_prefix_resumes_at_its_end(new_cache: NewCache) -> None:
+def test_third_request_with_a_common_prefix_resumes_at_the_end_of_the_prefix(new_cache: NewCache) -> None:
     cache = new_cache()
     assert serve(cache, new_spec(0, [*A, *B, 9])) == 0
     assert serve(cache, new_spec(1, [*A, *C, 9])) == 0
@@ -108,7 +108,7 @@ def test_reply_blocks_are_cached_only_with_decode_checkpoints(new_cache: NewCach
     assert matched == {"none": (1, BLOCK), "rolling": (3, 3 * BLOCK)}
 
 
-def test_no_second_state_is_cached_at_a_position_that_has_one(new_cache: NewCache) -> None:
+def test_no_second_state_is_cached_at_a_position_that_has_a_state(new_cache: NewCache) -> None:
     cache = new_cache(stride=1)
     serve(cache, new_spec(0, [*A, *B, *C]))
     request = admit(cache, new_spec(1, [*A, *B, *C]))
@@ -117,7 +117,7 @@ def test_no_second_state_is_cached_at_a_position_that_has_one(new_cache: NewCach
     assert [state.position for state in again.reserved] == [4 * BLOCK]
 
 
-def test_request_with_prompt_log_probs_reuses_no_cache_but_fills_it(new_cache: NewCache) -> None:
+def test_request_with_prompt_log_probs_does_not_reuse_the_cache_but_fills_it(new_cache: NewCache) -> None:
     cache = new_cache()
     assert serve(cache, new_spec(0, [*A, *B, 9], may_skip=False)) == 0
     assert serve(cache, new_spec(1, [*A, *B, 9], may_skip=False)) == 0

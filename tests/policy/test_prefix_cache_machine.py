@@ -1,9 +1,9 @@
-"""The prefix cache against a model that knows the last write to every block and slot.
+"""The prefix cache, compared with a model that records the last write to every block and slot.
 
-KV of a position and a state after it are a function of the tokens up to there, so the model writes those tokens,
-and a reader that finds any others has been given the wrong memory. A draft writes as the token it stands for; one that
-is rejected leaves what it wrote. Where blocks and slots share slabs, what is written to one overwrites the
-others of its slab. Live and draft states may have slots of their own, as where cached states are quantized.
+The KV at a position and the state after it depend on all tokens up to that position, so the model stores these tokens
+instead. A request that reads other tokens has been given the wrong memory. A draft is written like any other token, and
+its data stays if the draft is rejected. If blocks and slots share slabs, a write to one overwrites the other kind in
+its slab. Live and draft states may have separate slots, as with quantized cached states.
 """
 
 from collections.abc import Sequence
@@ -60,16 +60,16 @@ def sequence_of(request: RunningRequest) -> Text:
 
 
 def fed_to(request: RunningRequest) -> Text:
-    """Return the sequence that the request's step computes: its known tokens, and its drafts."""
+    """Return the tokens of a request after its step: its known tokens and its drafts."""
     known = sequence_of(request)
     return Text(known.tenant, known.epoch, (*known.tokens, *request.drafts))
 
 
 @dataclass(slots=True)
 class Memory:
-    """Last write to each token of a block and each slot; None for garbage.
+    """Last write to each token of a block and to each slot; None for garbage.
 
-    Slots of live and draft states that are not among the others are -1, -2, ...
+    If live and draft states have separate slots, these are -1, -2, ...
     """
 
     slabs: Slabs | None
@@ -77,10 +77,10 @@ class Memory:
     states: dict[SlotId, Text | None] = field(default_factory=dict)
     windows: dict[SlotId, dict[int, Text]] = field(default_factory=dict)  # conv windows by their offset in the slot
     published_states: set[Text] = field(default_factory=set)
-    sequences: dict[BlockKey, Text] = field(default_factory=dict)  # what each key stands for
+    sequences: dict[BlockKey, Text] = field(default_factory=dict)  # tokens that each key covers
 
     def write_kv(self, block: BlockId, offset: int, text: Text | None) -> None:
-        """Write a token's KV over the contents of the slab's slots."""
+        """Write a token's KV; this overwrites the states in the same slab."""
         self.kv[block, offset] = text
         if self.slabs:
             _, blocks_per_slab, slots_per_slab = self.slabs
@@ -89,7 +89,7 @@ class Memory:
                 self.states[slot], self.windows[slot] = None, {}
 
     def write_state(self, slot: SlotId, text: Text | None, windows: dict[int, Text]) -> None:
-        """Write a state and its conv windows over the contents of the slab's blocks."""
+        """Write a state and its conv windows; this overwrites the KV blocks in the same slab."""
         self.states[slot], self.windows[slot] = text, windows
         if self.slabs and slot >= 0:
             _, blocks_per_slab, slots_per_slab = self.slabs
@@ -115,7 +115,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.num_requests = 0
         self.checkpoints: Checkpoints = "rolling"
         self.newest: dict[int, BlockId] = {}  # each request's newest decode checkpoint
-        self.unmatched: set[BlockId] = set()  # rolling checkpoints that no prompt has come upon
+        self.unmatched: set[BlockId] = set()  # rolling checkpoints that no prompt has matched
 
     @initialize(
         slabs=st.sampled_from(SLABS),
@@ -206,13 +206,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if isinstance(plan, AdmissionPlan):
             assert list(plan.match.blocks) == blocks
             assert plan.match.skip_tokens in {skip, 0}
-            wanted = num_new if not self.requests else 0  # what the source state gives way to
+            wanted = num_new if not self.requests else 0  # blocks that have priority over the matched state
             assert plan.match.skip_tokens == skip or not self._has_room(wanted, blocks, source)
             assert self._has_room(num_new, blocks, source if plan.match.skip_tokens else None)
             assert plan.match.skip_tokens < plan.chunk_end <= min(spec.prompt_len, plan.match.skip_tokens + budget)
 
     def _has_room(self, num_new: int, blocks: Sequence[BlockId], source: BlockId | None) -> bool:
-        """Return True if a live slot and new blocks fit next to a match's entries."""
+        """Return True if a live slot and new blocks can be allocated without evicting the matched entries."""
         slot = None if source is None or self.cache.slots.is_pinned(source) else self.cache.slots.slot_of(source)
         kept = [block for block in blocks if not self.cache.kv.num_refs(block)]
         return self.cache.pools.fits(num_new, 0, kept, [] if slot is None else [slot])
@@ -222,7 +222,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return slot if self.cache.slots.shares_slots else SlotId(-1 - slot)
 
     def _best_match(self, sequence: Text, may_skip: bool) -> tuple[list[BlockId], int]:
-        """Search the registered blocks for the longest match and its deepest usable state."""
+        """Return the longest match among the registered blocks, and the position of its deepest usable state."""
         registered = {self.memory.sequences[key]: block for block, key in self._registered()}
         blocks, skip = [], 0
         for end in range(BLOCK, len(sequence.tokens) + 1, BLOCK):
@@ -246,7 +246,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self._check_kv(request, len(plan.match.blocks) * BLOCK)
 
     def _note_prompt_boundaries(self, request: RunningRequest) -> None:
-        """Mark the states that the request's prefill chunk would reserve if they did not exist."""
+        """Remove from `unmatched` the states at boundaries that the request's prefill chunk reaches."""
         if request.epoch != self.cache.epoch:
             return
         positions = select_boundaries(
@@ -295,7 +295,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         if given < len(drafts):
             to_come, checkpoints = MAX_ROWS - slots.num_live, slots.num_live * (self.checkpoints != "none")
             checkpoints *= slots.shares_slots
-            # A boundary that only the missing drafts would have reached had a slot for a moment.
+            # If only the missing drafts would have reached a boundary, a slot was reserved for it and then cancelled.
             returned = reserves and not wanted and boundary <= request.computed + 1 + len(drafts)
             spare = slots.num_available_to_run - to_come - checkpoints - returned
             fills_blocks = request.computed + request.scheduled == len(request.block_ids) * BLOCK
@@ -318,10 +318,10 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     def run_steps(
         self, num_steps: int, budget: int, token: int, odd_one: int, capacity: int, drafts: list[int], cut: int
     ) -> None:
-        """Run all requests that are not paused; each samples `token` everywhere, but one may differ.
+        """Run all requests that are not paused; each samples `token`, except the request with index `odd_one`.
 
-        Up to `cut` of the tokens that a request's drafts bring are not kept, as after a stop word, and end the
-        request.
+        If drafts are accepted, up to `cut` of the last tokens are not kept, as after a stop string, and the request
+        ends.
         """
         for _ in range(num_steps):
             step = [request for request in self.requests if not request.is_paused]
@@ -369,7 +369,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         return 1 + (wrong[0] if wrong else len(request.drafts))
 
     def _align_copy(self, request: RunningRequest, num_accepted: int) -> None:
-        """Copy the state at a boundary that a decode step reached, as the device does before the host knows."""
+        """Copy the state at a boundary that a decode step reached, as the device does."""
         if request.is_prefilling or not request.reserved:
             return
         (reserved,) = request.reserved
@@ -383,7 +383,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.memory.write_state(reserved.slot, self.memory.states[columns[copy.source_column]], window)
 
     def _publish(self, request: RunningRequest, num_tokens: int) -> None:
-        """Publish a request, and check the findable boundaries and the retired checkpoint."""
+        """Publish a request; check which boundaries can be found and which checkpoint was retired."""
         end, is_current = request.computed + num_tokens, request.epoch == self.cache.epoch
         reached = [state.position for state in request.reserved if state.position <= end]
         self._forget_lost_states()
@@ -400,7 +400,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
                 assert self.cache.kv.find(request.chain.keys[index]) == request.block_ids[index]
             blocks = {request.block_ids[position // BLOCK - 1] for position in reached}
             assert blocks <= after
-            self.unmatched -= blocks & before  # two requests have come to it
+            self.unmatched -= blocks & before  # two requests have reached the same boundary
             if not request.is_prefilling and after - before:
                 retired = {self.newest.get(request.request_id)} & self.unmatched
                 self._note_checkpoint(request, after - before)
@@ -428,7 +428,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         assert not self.requests or not all(request.is_paused for request in self.requests)
 
     def _forward(self, step: Sequence[RunningRequest]) -> None:
-        """Read every request's state, then write KV and states like the model's kernels."""
+        """Read every request's state, then write KV and states, as the model's kernels do."""
         written = [slot for request in step for slot in self._written_slots(request)]
         assert len(set(written)) == len(written)
         for request in step:
@@ -440,7 +440,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
             self._write_states(request)
 
     def _columns(self, request: RunningRequest) -> list[SlotId]:
-        """Return the slots written by a decode step's tokens, or the live slot, which a prefill writes."""
+        """Return the slots that the request's step writes: only the live slot in prefill."""
         slots = (
             [request.cursor.live_slot]
             if request.is_prefilling
@@ -503,7 +503,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: any(request.scheduled for request in self.requests))
     @rule(data=st.data(), is_forward_run=st.booleans())
     def abort(self, data: st.DataObject, is_forward_run: bool) -> None:
-        """Abort one request, or fail a whole step after its forward, which drops requests with lost live states."""
+        """Abort one request, or a whole step after its forward pass; drop requests with overwritten live states."""
         step = [request for request in self.requests if request.scheduled]
         if is_forward_run:
             self._forward(step)
@@ -523,7 +523,7 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
     # What else happens to a cache.
 
-    @precondition(lambda self: self.num_requests % 7 == 6)  # now and then: a cache that is always flushed never hits
+    @precondition(lambda self: self.num_requests % 7 == 6)  # flush rarely: a cache that is always flushed never hits
     @rule(weights_version=st.sampled_from([None, "1"]))
     def flush(self, weights_version: str | None) -> None:
         self.num_requests += 1

@@ -1,4 +1,4 @@
-"""Requests with draft buffers: one each, no slots for drafts, and the position of the live slot's state."""
+"""Requests with draft buffers: one buffer each, no slots for drafts, and the position of the live slot's state."""
 
 import random
 

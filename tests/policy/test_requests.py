@@ -1,4 +1,4 @@
-"""Properties of a request's tokens and of its end."""
+"""Tokens of a request, and the tokens that end it."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from megatron_mamba_cache.policy.requests import RunningRequest, StateCursor
 def running_request(
     prompt: list[int], generated: list[int], *, max_len: int = 100, sampling: SamplingSettings | None = None
 ) -> RunningRequest:
-    """Return a request whose step computes its last known token, and so samples the next."""
+    """Return a request whose step computes its last known token and samples the next token."""
     spec = RequestSpec(0, np.array(prompt, dtype=np.int64), max_len, sampling or SamplingSettings())
     return RunningRequest(
         spec=spec,
@@ -54,17 +54,17 @@ def test_token_at_the_length_limit_ends_a_request() -> None:
     assert ends_with(running_request([1, 2], [], max_len=3), 4)
 
 
-def test_no_token_ends_a_request_without_end_token_or_stop_words() -> None:
+def test_no_token_ends_a_request_without_end_tokens_or_stop_strings() -> None:
     request = running_request([1], [2, 3])
     assert not any(ends_with(request, token) for token in range(10))
 
 
-def test_stop_word_of_one_token_ends_a_request() -> None:
+def test_stop_string_of_one_token_ends_a_request() -> None:
     assert stops(((5,),), [], 5) and stops(((5,),), [5, 5, 1], 5)
     assert not stops(((5,),), [5], 4)
 
 
-def test_stop_word_ends_a_request_only_with_its_last_token() -> None:
+def test_stop_string_ends_a_request_only_with_its_last_token() -> None:
     word = ((3, 4, 5),)
     assert stops(word, [1, 3, 4], 5)
     assert not stops(word, [1, 3], 4)
@@ -72,13 +72,13 @@ def test_stop_word_ends_a_request_only_with_its_last_token() -> None:
     assert not stops(word, [3, 1, 4], 5)
 
 
-def test_stop_word_longer_than_the_reply_does_not_match() -> None:
+def test_stop_string_longer_than_the_reply_does_not_match() -> None:
     assert not stops(((3, 4, 5),), [], 5)
     assert not stops(((3, 4, 5),), [4], 5)
     assert stops(((3, 4, 5),), [3, 4], 5)
 
 
-def test_stop_word_is_not_completed_by_prompt_tokens() -> None:
+def test_stop_string_does_not_match_across_the_prompt_end() -> None:
     assert not stops(((3, 4),), [], 4, prompt=(1, 3))
 
 
@@ -99,7 +99,7 @@ def test_interrupted_request_ends_at_the_same_token(num_replayed: int) -> None:
     assert not ends_with(request, 9)
 
 
-def test_any_of_several_stop_words_ends_a_request() -> None:
+def test_any_of_several_stop_strings_ends_a_request() -> None:
     words = ((1, 2), (2,), (7, 8, 9))
     assert stops(words, [], 2) and stops(words, [7, 8], 9) and not stops(words, [7], 9)
 
@@ -109,7 +109,7 @@ def test_any_of_several_stop_words_ends_a_request() -> None:
     st.integers(0, 2),
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), max_size=3),
 )
-def test_stop_words_match_only_the_end_of_the_reply(generated: list[int], token: int, words: list[list[int]]) -> None:
+def test_stop_strings_match_only_the_end_of_the_reply(generated: list[int], token: int, words: list[list[int]]) -> None:
     text = "".join(map(str, [*generated, token]))
     expected = any(text.endswith("".join(map(str, word))) for word in words)
     assert stops(tuple(map(tuple, words)), generated, token) == expected
@@ -119,7 +119,7 @@ def test_stop_words_match_only_the_end_of_the_reply(generated: list[int], token:
 
 
 def drafted(request: RunningRequest, num_drafts: int) -> RunningRequest:
-    """Let the request's step feed drafts too."""
+    """Add drafts to the request's step."""
     request.drafts = (0,) * num_drafts
     request.scheduled = 1 + num_drafts
     return request
@@ -146,12 +146,12 @@ def test_no_token_is_kept_after_the_length_limit(index: int) -> None:
 @pytest.mark.parametrize(
     ("word", "num_kept"), [((7, 8, 1), 1), ((8, 1, 2), 2), ((2, 3, 4), 4), ((7, 8, 1, 2, 3, 4, 5), 5)]
 )
-def test_no_token_is_kept_after_a_stop_word(word: tuple[int, ...], num_kept: int) -> None:
+def test_no_token_is_kept_after_a_stop_string(word: tuple[int, ...], num_kept: int) -> None:
     request = drafted(running_request([9], [7, 8], sampling=SamplingSettings(stop_words=(word,))), 4)
     assert request.keep([1, 2, 3, 4, 5]) == KeptTokens((1, 2, 3, 4, 5)[:num_kept], ends=True)
 
 
-def test_stop_word_completed_only_by_rejected_drafts_ends_no_request() -> None:
+def test_stop_string_completed_only_by_rejected_drafts_does_not_end_the_request() -> None:
     request = drafted(running_request([9], [7], sampling=SamplingSettings(stop_words=((7, 1, 2),))), 4)
     assert request.keep([1]) == KeptTokens((1,), ends=False)
 
@@ -257,7 +257,7 @@ def test_only_prompt_log_probs_prevent_prefix_reuse(settings: LogProbSettings, m
 
 
 @pytest.mark.parametrize("accepted", [1, 2, 4])
-def test_current_state_slot_is_that_of_the_last_accepted_draft(accepted: int) -> None:
+def test_live_state_is_in_the_slot_of_the_last_accepted_draft(accepted: int) -> None:
     request = running_request([1], [])
     request.cursor.draft_slots, request.cursor.accepted = [SlotId(5), SlotId(3), SlotId(8)], accepted
     assert request.cursor.state_slot == [0, 5, 3, 8][accepted - 1]

@@ -1,4 +1,4 @@
-"""Prompts go to their prefix, within a bound on load; a router's knowledge may be wrong, but is bounded."""
+"""Prompts are routed to their cached prefix within a load bound; the router's records may be outdated."""
 
 import random
 from collections import Counter
@@ -61,7 +61,7 @@ def test_dropped_or_flushed_prefix_is_ignored_by_the_router() -> None:
 def test_router_hashes_a_prompt_with_each_replicas_own_salt() -> None:
     subject, tokens = router(), range(20)
     salted = {name: blocks(tokens, CacheSalt("model", "0", epoch).root()) for epoch, name in enumerate(NAMES)}
-    subject.publish(NAMES[1], salted[NAMES[0]].keys)  # keys of another epoch: nothing there is of use
+    subject.publish(NAMES[1], salted[NAMES[0]].keys)  # keys of another epoch are never matched
     subject.publish(NAMES[3], salted[NAMES[3]].keys[:2])
     assert subject.route(0, salted.__getitem__).replica == NAMES[3]
 
@@ -86,7 +86,7 @@ def test_prompt_is_routed_where_its_blocks_were_sent_before() -> None:
 
 
 def test_shared_prefix_does_not_overload_one_replica() -> None:
-    """Requests come one at a time, so no replica is busy: one with the system prompt still gets only a fair share."""
+    """Requests arrive one at a time, so no replica is busy; still, none gets much more than its share of them."""
     subject, system = router(), list(range(8))
     served: Counter[ReplicaName] = Counter()
     for request_id in range(400):
@@ -150,7 +150,7 @@ def test_router_refuses_invalid_settings_and_calls() -> None:
     subject.route(0, everywhere(blocks([])))
     with pytest.raises(ValueError, match="request 0 is in flight"):
         subject.route(0, everywhere(blocks([])))
-    with pytest.raises(ValueError, match="replica a already takes part"):
+    with pytest.raises(ValueError, match="replica a has already joined"):
         subject.join(NAMES[0])
 
 
@@ -164,8 +164,8 @@ def test_recent_keys_drop_the_least_recently_noted_key() -> None:
 @given(
     st.lists(st.tuples(st.sampled_from(["route", "finish", "publish", "drop", "flush", "leave"]), st.integers(0, 99)))
 )
-def test_replica_loads_sum_in_flight_tokens_and_stay_bounded(calls: list[tuple[str, int]]) -> None:
-    """For publishes, drops and ends in any order: loads add up, and routing is bounded and repeatable."""
+def test_replica_load_is_the_sum_of_tokens_in_flight_and_stays_bounded(calls: list[tuple[str, int]]) -> None:
+    """Apply publishes, drops and ends in any order: loads add up, and routing is bounded and repeatable."""
     subject, twin = router(max_keys=5), router(max_keys=5)
     prompts = [blocks([number % 3] * 8 + [number] * 5) for number in range(100)]
     in_flight: dict[int, tuple[ReplicaName, int]] = {}
@@ -209,9 +209,10 @@ def test_round_robin_routing_ignores_the_cache() -> None:
 
 @dataclass(slots=True)
 class Conversations:
-    """Conversations of four turns over replicas that keep every boundary state, a fixed number at a time.
+    """Simulates conversations of four turns, a fixed number at a time, on replicas that keep every boundary's state.
 
-    A replica divides its speed among its requests; which one ends next is random with these rates.
+    A replica divides its speed equally among its requests. The next request to end is chosen at random, with
+    probabilities proportional to these speeds.
     """
 
     subject: PrefixRouter
@@ -257,7 +258,7 @@ class Conversations:
 def test_router_keeps_conversations_on_one_replica_with_even_load(
     num_at_once: int, seed: int, speeds: tuple[float, ...]
 ) -> None:
-    """Even with replicas of different speed, conversations do not gather on the fastest one."""
+    """Conversations do not accumulate on the fastest replica if the replicas have different speeds."""
     load = Conversations(router(), random.Random(seed), dict(zip(NAMES, speeds, strict=True)))
     load.run(200, num_at_once)
     assert load.num_later == 600

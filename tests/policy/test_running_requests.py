@@ -1,4 +1,4 @@
-"""The requests of an engine: their number, their computed tokens, and those left after a failed release."""
+"""Running requests: their number, their token budget, and what remains after a failed release."""
 
 import pytest
 from hypothesis import settings
@@ -14,11 +14,11 @@ MAX_REQUESTS = 3
 MAX_TOKENS = 10
 MAX_MIXED = 6
 MAX_LEN = 20
-NUM_BLOCKS = 7  # fewer than three of the longest requests need
+NUM_BLOCKS = 7  # too few for three of the longest requests
 
 
 class RunningRequestsMachine(RuleBasedStateMachine):
-    """Requests arrive, compute, pause and leave over a small cache."""
+    """Requests arrive, compute, pause and leave, with a small cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def test_only_requests_waiting_for_a_shared_prefix_count_as_deferred() -> None:
     assert counters.admissions_deferred == 1 and len(requests) == 1
 
 
-def test_failed_release_keeps_that_request_and_the_following_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_release_keeps_that_request_and_the_following_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = running(4)
     first, second, third, fourth = requests
     release = requests.cache.release

@@ -1,4 +1,4 @@
-"""Slabs that change use, by examples."""
+"""Examples of slabs that change between KV blocks and states."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from megatron_mamba_cache.policy.slabs import SlabSpace
 
 
 def leave(indices: IndexPool, *numbers: int) -> None:
-    """Release fixed indices."""
+    """Unfix and release indices."""
     for index in numbers:
         indices.unfix(index)
         indices.release(index)
@@ -117,18 +117,18 @@ def _fix_in_unused_slab(space: SlabSpace) -> None:
         (lambda space: space._slabs.unused.pop(), "listed as unused"),
         (lambda space: space._slabs.unused.reverse(), "listed as unused"),
         (lambda space: space._slabs.use.__setitem__(3, -1), "listed as unused"),
-        (lambda space: setattr(space._slabs, "num_open", 3), "open slabs"),
-        (lambda space: space._slabs.num_fixed.__setitem__(0, 0), "open slabs"),
-        (_fix_in_unused_slab, "unused, but have fixed"),
+        (lambda space: setattr(space._slabs, "num_open", 3), "num_open is ., but . slabs"),
+        (lambda space: space._slabs.num_fixed.__setitem__(0, 0), "num_open is ., but . slabs"),
+        (_fix_in_unused_slab, "unused slabs must not have fixed indices, but"),
         (lambda space: space._slabs.num_fixed.__setitem__(0, 2), "fixed and"),
-        (lambda space: space._slabs.use.__setitem__(0, 1), "do not belong to this use"),
-        (lambda space: space.blocks._free[2].append(9), "do not belong to this use"),
-        (lambda space: space.blocks._free[0].__setitem__(0, space.blocks._free[0][1]), "lists indices"),
-        (lambda space: space.blocks._partly.clear(), "listed as partly used"),
-        (lambda space: space.blocks._partly.append(0), "listed as partly used"),
-        (lambda space: space.blocks._free[0].pop(), "counted"),
-        (lambda space: setattr(space.blocks, "num_free", 9), "counted"),
-        (lambda space: setattr(space.slots, "num_next_to_fixed", 2), "counted"),
+        (lambda space: space._slabs.use.__setitem__(0, 1), "have free indices, but this pool has only"),
+        (lambda space: space.blocks._free[2].append(9), "have free indices, but this pool has only"),
+        (lambda space: space.blocks._free[0].__setitem__(0, space.blocks._free[0][1]), "must be distinct and inside"),
+        (lambda space: space.blocks._partly.clear(), "the heap has slabs"),
+        (lambda space: space.blocks._partly.append(0), "the heap has slabs"),
+        (lambda space: space.blocks._free[0].pop(), "num_free is .+ and num_next_to_fixed"),
+        (lambda space: setattr(space.blocks, "num_free", 9), "num_free is .+ and num_next_to_fixed"),
+        (lambda space: setattr(space.slots, "num_next_to_fixed", 2), "num_free is .+ and num_next_to_fixed"),
     ],
 )
 def test_check_integrity_detects_each_broken_invariant(corrupt: object, message: str) -> None:

@@ -250,7 +250,7 @@ def test_pinning_without_a_state_and_unpinning_without_a_pin_raise() -> None:
         pool.unpin(BlockId(0))
 
 
-def test_dropping_a_state_frees_its_slot_and_ignores_blocks_without_one() -> None:
+def test_dropping_a_state_frees_its_slot_and_ignores_blocks_without_a_state() -> None:
     pool = SlotPool(2)
     (slot,) = cache(pool, 0)
     pool.drop(BlockId(0))
@@ -270,7 +270,7 @@ def test_dropping_a_pinned_state_raises() -> None:
     assert cached_blocks(pool) == [0]
 
 
-def test_flush_drops_every_state_but_frees_pinned_ones_after_unpin() -> None:
+def test_flush_frees_the_slots_of_pinned_states_only_after_their_unpin() -> None:
     pool = SlotPool(3)
     pinned, _ = cache(pool, 0, 1)
     pool.pin(BlockId(0))
@@ -310,7 +310,7 @@ def test_flush_keeps_slots_of_running_requests_and_reserved_slots() -> None:
 
 
 def pools_with_a_state(num_blocks: int, num_slots: int) -> tuple[CachePools, BlockId]:
-    """Return both pools, and a held block with a cached state."""
+    """Return both pools and a held block that has a cached state."""
     pools = CachePools.over(SplitSpace(num_blocks, num_slots), LeastRecentlyUsed(), block_size=1)
     (block,) = pools.kv.allocate(1)
     pools.kv.register(block, BlockKey(1), None)
@@ -354,7 +354,7 @@ def test_flushing_both_pools_works_while_a_state_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("corrupt", "message"),
     [
-        (lambda pool: pool._owners._owners.__setitem__(0, SlotOwner.LIVE), "counted"),
+        (lambda pool: pool._owners._owners.__setitem__(0, SlotOwner.LIVE), "slot counts by owner"),
         (lambda pool: pool.slot_by_block.clear(), "listed as cached"),
         (lambda pool: pool._pins.__setitem__(9, 1), "pins"),
         (lambda pool: pool._evictable.clear(), "evictable"),
@@ -484,7 +484,7 @@ class SlotMachine(RuleBasedStateMachine):
 
     @rule(block=blocks)
     def mark_rolling(self, block: BlockId) -> None:
-        """Mark a state that no request reads, as its request does right after publishing it."""
+        """Mark a state that no request reads as a rolling checkpoint, as its request does after publishing it."""
         if not self.pins[block]:
             self.pool.mark_rolling(block)
             self.rolling |= {block} & self.states.keys()
@@ -528,7 +528,7 @@ class SlotMachine(RuleBasedStateMachine):
         self._check_distinct()
 
     def _check_distinct(self) -> None:
-        """Each slot of a pool has one use."""
+        """Assert that each slot of a pool has one use."""
         running = [slot for owner in (SlotOwner.LIVE, SlotOwner.DRAFT) for slot in self.held[owner]]
         cached = [*self.held[SlotOwner.RESERVED], *self.states.values()]
         cached += [slot for slots in self.orphans.values() for slot in slots]
@@ -539,7 +539,7 @@ class SlotMachine(RuleBasedStateMachine):
 
 
 class RunningApart(SlotMachine):
-    """Live and draft states have their own slots, with numbers that cached states use too."""
+    """Live and draft states have separate slots, with numbers that slots of cached states also have."""
 
     num_slots = 3
     num_running = 4

@@ -79,7 +79,7 @@ def test_dropped_prompt_end_passes_its_mark_to_the_state_before_it() -> None:
     assert lineage.pass_prompt_end_on(BlockId(0), set()) is None
 
 
-def test_state_cached_again_on_a_block_is_no_prompt_end() -> None:
+def test_state_cached_again_on_a_block_is_not_a_prompt_end() -> None:
     lineage = chain(10)
     lineage.mark_prompt_end([BlockId(0)], 10)
     lineage.add(BlockId(0), 10, None, 0)
@@ -87,7 +87,7 @@ def test_state_cached_again_on_a_block_is_no_prompt_end() -> None:
 
 
 class LineageMachine(RuleBasedStateMachine):
-    """States are added and dropped at the blocks of a tree; the model searches the nearest one from scratch."""
+    """States are added and dropped at the blocks of a tree; the model searches all ancestors for the nearest state."""
 
     numbers = st.integers(0, 30)
 

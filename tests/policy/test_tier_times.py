@@ -1,4 +1,4 @@
-"""Times are agreed once all ranks have measured, and decide if a copy is faster than a prefill."""
+"""Ranks agree on copy and prefill times once all have measured them."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def test_copies_are_estimated_as_free_until_every_rank_has_measured() -> None:
     assert AgreedTimes(lambda: mine, least_with([0, 0, 0, 0, 0])).now() == COPIES_TAKE_NOTHING
 
 
-def test_estimate_uses_the_slowest_copies_and_fastest_prefill_of_ranks() -> None:
+def test_estimate_uses_the_slowest_copies_and_fastest_prefill_of_all_ranks() -> None:
     times = AgreedTimes(lambda: CopyTimes(5, 50, 9, 7, 70), least_with([8, -6, -40, -8, -60]))
     assert times.now() == CopyTimes(6, 50, 8, 8, 70)
 
@@ -39,7 +39,7 @@ def test_copy_times_agreed_between_ranks_are_not_exchanged_again() -> None:
 def test_measured_copy_times_are_the_fastest_of_large_samples() -> None:
     measured = MeasuredTimes()
     assert measured.times(1000, 5000) is None
-    measured.note_copy(Lane.TO_HOST, MEBIBYTE, 1e-6)  # too small to say anything
+    measured.note_copy(Lane.TO_HOST, MEBIBYTE, 1e-6)  # too small to be recorded
     measured.note_prefill(10, 1e-6)
     assert measured.times(1000, 5000) is None
     measured.note_copy(Lane.TO_HOST, 8 * MEBIBYTE, 8 * MEBIBYTE * 2e-9)

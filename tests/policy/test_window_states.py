@@ -1,4 +1,4 @@
-"""Properties of the slots that requests' draft windows take from the common pool."""
+"""Slots that requests' draft windows take from the shared pool."""
 
 import numpy as np
 import pytest

@@ -138,7 +138,7 @@ BUILTIN = {
 
 
 @pytest.mark.parametrize("kind", OWN, ids=lambda kind: kind.__name__)
-def test_every_package_error_on_one_rank_is_raised_equally_on_all(kind: type[Exception]) -> None:
+def test_every_package_error_on_one_rank_is_raised_equally_on_all_ranks(kind: type[Exception]) -> None:
     error = example_of(kind)
     found = raised_by_one(error)
     assert [(type(one), str(one)) for one in found] == [(kind, str(error))] * NUM_RANKS
@@ -171,7 +171,7 @@ def test_budget_error_with_a_draft_model_is_raised_on_each_rank() -> None:
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_builtin_error_on_one_rank_is_raised_equally_on_all(name: str) -> None:
+def test_builtin_error_on_one_rank_is_raised_equally_on_all_ranks(name: str) -> None:
     error = BUILTIN[name]()
     found = raised_by_one(error)
     assert [(type(one), str(one)) for one in found] == [(type(error), str(error))] * NUM_RANKS
@@ -208,7 +208,7 @@ def test_error_that_cannot_be_rebuilt_becomes_a_runtime_error_with_its_type(make
     assert found[FAILING].__cause__ is error
 
 
-def test_error_type_missing_on_a_rank_becomes_a_runtime_error_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_type_missing_on_one_rank_becomes_a_runtime_error_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     class NewError(ValueError):
         pass
 

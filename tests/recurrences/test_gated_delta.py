@@ -31,8 +31,8 @@ def layer_states(device: str, num_slots: int = 8) -> LayerStates:
     return StatePool([group], state_tensors(SlotLayout.of([group], DRAFTS), num_slots, device)).layer(0)
 
 
-def test_gated_delta_prompt_followed_by_drafts_equals_one_prompt(device: str) -> None:
-    """Outputs and states equal those of one longer prompt."""
+def test_gated_delta_verification_of_drafts_matches_prefill_of_the_same_tokens(device: str) -> None:
+    """Outputs and states of a prompt followed by drafts equal those of one longer prompt."""
     torch.manual_seed(0)
     length, drafted = 21, 1 + DRAFTS
     weights = GatedDeltaWeights(*(torch.randn(size, device=device) for size in ((DELTA.conv_dim, 4), (4,), (4,))))

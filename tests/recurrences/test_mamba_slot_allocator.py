@@ -75,7 +75,7 @@ def test_states_of_three_blocks_get_three_slots() -> None:
     own.slots.check_integrity()
 
 
-def test_block_given_twice_gets_one_state_slot() -> None:
+def test_block_listed_twice_gets_one_state_slot() -> None:
     own = allocator()
     first = own.allocate_slots_batch([7, 7, 8])
     assert first[0] == first[1] != first[2]
@@ -298,13 +298,13 @@ def test_storing_unequal_numbers_of_slots_and_requests_raises() -> None:
 # Boundaries in the current step.
 
 
-def test_prompt_one_token_past_a_block_stores_a_state_after_it() -> None:
+def test_prompt_one_token_longer_than_a_block_stores_the_state_after_the_block() -> None:
     own = allocator()
     store_offsets(own, 0, 65)
     assert stored(own) == ([[64]], [1])
 
 
-def test_stored_state_offsets_count_from_the_chunk_start() -> None:
+def test_offsets_of_stored_states_are_relative_to_the_chunk_start() -> None:
     own = allocator(block_size=256)
     store_offsets(own, 1, 832, done=512)
     assert stored(own) == ([[256]], [1])
@@ -312,7 +312,7 @@ def test_stored_state_offsets_count_from_the_chunk_start() -> None:
     assert [block for block in range(100, 110) if own.has_state(block)] == [102]
 
 
-def test_stored_state_offsets_count_from_the_first_computed_token() -> None:
+def test_offsets_of_stored_states_are_relative_to_the_first_token_that_needs_prefill() -> None:
     own = allocator()
     store_offsets(own, 0, 300, skip=128, matched=3)
     assert stored(own) == ([[64, 128]], [2])
@@ -358,7 +358,7 @@ def test_empty_batch_has_no_offsets_on_the_gpu() -> None:
     assert allocator().get_intermediate_gpu_data() == (None, None)
 
 
-def test_offset_rows_hold_every_block_end_with_a_stride_of_1(device: str) -> None:
+def test_offset_rows_have_room_for_every_block_when_the_boundary_stride_is_1(device: str) -> None:
     own = sharing_allocator(9, device, BoundaryRule(64, stride=1), NoReservations())
     store_offsets(own, 0, 300)
     offsets, counts = own.get_intermediate_gpu_data()
@@ -375,7 +375,7 @@ def test_reserved_state_becomes_available_only_after_the_commit() -> None:
     assert own.get_intermediate_gpu_data() == (None, None)
 
 
-def test_commit_keeps_one_state_when_only_one_slot_exists() -> None:
+def test_commit_stores_one_state_when_only_one_slot_exists() -> None:
     own = allocator(max_slots=1)
     store_offsets(own, 0, 256)
     assert stored(own) == ([[192]], [1])

@@ -64,7 +64,7 @@ def test_small_models_with_few_drafts_store_one_state_per_draft(
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize(("cache_gb", "is_lowered"), [(0.4, True), (10.0, True), (40.0, False)])
-def test_max_requests_is_lowered_to_those_whose_replay_rings_fit_the_cache(
+def test_max_requests_is_lowered_until_all_replay_rings_fit_in_the_cache(
     cache_gb: float, is_lowered: bool, num_drafts: int
 ) -> None:
     """A further request would not fit in the cache with its state, its replay ring and one block."""
@@ -137,7 +137,7 @@ def test_uneven_pipeline_stages_accept_any_cache_size_above_the_minimum(
 
 @pytest.mark.parametrize("num_drafts", [0, 7])
 @pytest.mark.parametrize("name", STAGES)
-def test_minimum_cache_size_in_the_error_suffices_on_all_stages(name: str, num_drafts: int) -> None:
+def test_minimum_cache_size_in_the_error_message_is_enough_for_all_stages(name: str, num_drafts: int) -> None:
     whole, layers = STAGES[name]
     shapes = [part_of(whole, types) for types in layers]
     asked = CacheConfig(cache_gb=0.001, num_speculative_tokens=num_drafts, draft_states="replay")
@@ -157,7 +157,7 @@ def test_minimum_cache_size_in_the_error_suffices_on_all_stages(name: str, num_d
         assert CacheCapacity.of(shape.resolved(enough, lambda unit: units), shape, Stages(units)).num_slabs
 
 
-def test_fast_replay_kernel_needs_a_hopper_gpu_and_suitable_head_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fast_replay_kernel_needs_a_hopper_gpu_and_supported_head_dimensions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
     monkeypatch.setattr(tiling, "INTERPRETED", False)
@@ -182,7 +182,7 @@ def test_fast_replay_kernel_needs_a_hopper_gpu_and_suitable_head_sizes(monkeypat
         (200_000_000, {"cuda_graph_prefill_tokens": 8000}, 8000),
     ],
 )
-def test_prefill_graphs_cover_prompts_that_are_launch_bound(
+def test_prefill_cuda_graphs_cover_launch_bound_prompts(
     layer_weights: int, fields: dict[str, Any], tokens: int
 ) -> None:
     shape = replace(DENSE_8B, layer_weights=layer_weights)
@@ -192,12 +192,12 @@ def test_prefill_graphs_cover_prompts_that_are_launch_bound(
 @pytest.mark.parametrize(
     ("num_heads", "num_ranks", "expected"), [(8, 2, 4), (2, 2, 1), (2, 4, 1), (2, 8, 1), (1, 8, 1)]
 )
-def test_kv_heads_are_divided_between_ranks_or_one_is_copied(num_heads: int, num_ranks: int, expected: int) -> None:
+def test_kv_heads_are_sharded_or_replicated_across_ranks(num_heads: int, num_ranks: int, expected: int) -> None:
     assert kv_heads_of_rank(num_heads, num_ranks) == expected
 
 
 @pytest.mark.parametrize(("num_heads", "num_ranks"), [(2, 3), (3, 2), (4, 6)])
-def test_kv_heads_that_cannot_be_divided_or_copied_are_refused(num_heads: int, num_ranks: int) -> None:
+def test_number_of_kv_heads_that_cannot_be_sharded_or_replicated_is_refused(num_heads: int, num_ranks: int) -> None:
     message = (
         f"number of KV heads {num_heads} is not divisible by {num_ranks} tensor-parallel ranks, nor is {num_ranks} a "
         f"multiple of {num_heads}"

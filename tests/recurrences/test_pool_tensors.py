@@ -1,4 +1,4 @@
-"""States and KV blocks are views of one memory; no two overlap, and each is contiguous."""
+"""States and KV blocks are views of one allocation; they do not overlap, and each is contiguous."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def tensors(slab: SlabShape, device: str) -> tuple[StatePool, Tensor]:
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)
-def test_kv_blocks_and_states_in_shared_memory_do_not_overlap(slab: SlabShape, device: str) -> None:
+def test_kv_blocks_and_states_in_one_allocation_do_not_overlap(slab: SlabShape, device: str) -> None:
     pool, kv = tensors(slab, device)
     num_slots, num_blocks = NUM_SLABS * slab.slots_per_slab, NUM_SLABS * slab.blocks_per_slab + 1
     assert pool.tensors[0].shape[1] == num_slots and kv.shape == (2, 2, num_blocks, 4, 2, 8)
@@ -61,7 +61,7 @@ def test_layers_of_one_state_or_kv_block_are_contiguous(slab: SlabShape, device:
     assert all((tensor.data_ptr() - first) % 256 == 0 for tensor in (conv[1, 1], ssm[2, 1], kv[0, 0, 1]))
 
 
-def test_slot_copies_in_shared_memory_move_only_states(device: str) -> None:
+def test_slot_copies_change_only_states_and_no_kv_blocks(device: str) -> None:
     pool, kv = tensors(SHAPES[0], device)
     kv[:, :, 0] = 7  # all blocks in slab 0
     pool.tensor("conv")[:, 1].normal_()
@@ -72,7 +72,7 @@ def test_slot_copies_in_shared_memory_move_only_states(device: str) -> None:
     assert pool.tensor("ssm")[:, 2].any() and (kv[:, :, 0] == 7).all()
 
 
-def test_pool_of_a_stage_without_mamba_or_attention_has_empty_views(device: str) -> None:
+def test_pool_of_a_stage_without_mamba_or_attention_layers_has_empty_views(device: str) -> None:
     no_states = SlotLayout.of([window_and_matrix(0, (5, 24), (2, 8, 16), torch.bfloat16, torch.float32)])
     unit = UnitBytes(0, UNIT.block, UNIT.token_row)
     parts, kv = slab_tensors(no_states, BLOCKS, SHAPES[0], unit, NUM_SLABS, device)
@@ -84,7 +84,7 @@ def test_pool_of_a_stage_without_mamba_or_attention_has_empty_views(device: str)
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96])
 def test_state_stride_is_a_multiple_of_the_head_dimension(head_dim: int) -> None:
-    """If the pool is viewed as a matrix with head_dim columns, each state starts at the beginning of a row."""
+    """When the pool is viewed as a matrix with head_dim columns, each state starts at the beginning of a row."""
     states = SlotLayout.of([window_and_matrix(2, (3, 8), (2, 16, head_dim), torch.bfloat16, torch.float32)])
     unit = UnitBytes(states.aligned_bytes, BLOCK_BYTES, 32, 4 * head_dim)
     (_, ssm), _ = slab_tensors(states, BLOCKS, SHAPES[0], unit, NUM_SLABS, "cpu")

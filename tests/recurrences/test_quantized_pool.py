@@ -36,7 +36,7 @@ def parts_of(states: StoredStates) -> tuple[torch.Tensor, ...]:
 
 
 @pytest.mark.parametrize("slab", [SlabShape.fitting([UNIT]), SlabShape(2, 3), SlabShape(1, 1)], ids=str)
-def test_kv_blocks_and_quantized_states_in_shared_memory_do_not_overlap(slab: SlabShape, device: str) -> None:
+def test_kv_blocks_and_quantized_states_in_one_allocation_do_not_overlap(slab: SlabShape, device: str) -> None:
     parts, kv = slab_tensors(LAYOUT, BLOCKS, slab, UNIT, 3, device)
     pool = StatePool([GROUP], state_tensors(LIVE, 1, device), parts).cached
     num_slots = pool.parts[0].shape[1]
@@ -80,7 +80,7 @@ def test_states_are_quantized_when_stored_and_dequantized_when_restored(device: 
     assert same_bits(live.mamba_conv_states[:, LIVE_SLOTS[1]], conv[:, slots[0]])
 
 
-def test_state_of_one_layer_is_stored_quantized_from_tensors(device: str) -> None:
+def test_state_tensors_of_one_layer_are_quantized_when_stored_in_a_slot(device: str) -> None:
     own = allocator_over(device)
     (slot,) = own.allocate_slots_batch([3])
     ssm, conv = torch.randn(SSM_SHAPE), torch.randn(CONV_SHAPE).to(torch.bfloat16)
@@ -93,7 +93,7 @@ def test_state_of_one_layer_is_stored_quantized_from_tensors(device: str) -> Non
         own.store_from_tensors(3, 1, ssm[:1], conv)
 
 
-def test_padding_slots_restore_no_state(device: str) -> None:
+def test_restoring_states_skips_padding_slots(device: str) -> None:
     pool = pool_of(2, device)
     _, values, scales = parts_of(pool.cached)
     scales.fill_(1)

@@ -38,7 +38,7 @@ def test_slots_and_blocks_in_a_slab_are_aligned_and_large_enough(state: int, blo
 
 
 @given(st.floats(1 / 200, 200), st.integers(MIB, 64 * MIB))
-def test_slabs_of_at_most_16_large_units_waste_at_most_3_percent(ratio: float, smaller: int) -> None:
+def test_slab_with_at_most_16_of_the_larger_unit_wastes_at_most_3_percent(ratio: float, smaller: int) -> None:
     larger = int(smaller * max(ratio, 1 / ratio))
     unit = UnitBytes(*((larger, smaller) if ratio >= 1 else (smaller, larger)), 512)
     shape = SlabShape.fitting([unit])
@@ -48,7 +48,7 @@ def test_slabs_of_at_most_16_large_units_waste_at_most_3_percent(ratio: float, s
 
 @pytest.mark.parametrize("shape", [SlabShape(31, 1), SlabShape(5, 4), SlabShape(1, 4)])
 @pytest.mark.parametrize("num_states", [1, 2, 5])
-def test_longest_allowed_request_is_the_longest_that_fits_the_slabs(shape: SlabShape, num_states: int) -> None:
+def test_longest_allowed_request_fits_the_slabs_but_one_more_block_does_not(shape: SlabShape, num_states: int) -> None:
     for num_slabs in range(12):
         longest = shape.blocks_of_request(num_slabs, num_states)
         assert shape.slabs_of_request(longest + 1, num_states) > num_slabs

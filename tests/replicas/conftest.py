@@ -1,4 +1,4 @@
-"""A coordinator, and a replica's link."""
+"""Fixtures for a coordinator and for a replica's link."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.replicas.replica_line import Line
 
 @pytest.fixture
 def service(request: pytest.FixtureRequest) -> Iterator[Service]:
-    """Serve until the test ends; its parameter, if it has one, is settings."""
+    """Run a coordinator until the test ends; an optional fixture parameter gives its settings."""
     made = Service(**getattr(request, "param", {}))
     yield made
     made.end()

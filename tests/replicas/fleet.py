@@ -39,7 +39,7 @@ class ReplicaProcess:
 
     @classmethod
     def start(cls, options: dict[str, Any]) -> Self:
-        """Start without waiting for it."""
+        """Start the process without waiting until it is ready."""
         ours, theirs = fork_server().Pipe(duplex=False)
         process = fork_server().Process(target=replica_process.main, args=(options, theirs))
         process.start()
@@ -47,14 +47,14 @@ class ReplicaProcess:
         return cls(process, ours)
 
     def wait_until_ready(self) -> str:
-        """Return the coordinator's address once the replica takes part."""
+        """Wait until the replica has joined the coordinator, and return the coordinator's address."""
         ready = self.report()
         self.name = ready["replica"]
         self.listening = ready["listening"]
         return ready["address"]
 
     def report(self) -> dict[str, Any]:
-        """Wait for the next report and return it."""
+        """Wait for the process's next report and return it."""
         assert self.reports.poll(PATIENCE_S), f"a replica has said nothing for {PATIENCE_S} s"
         try:
             return self.reports.recv()
@@ -67,7 +67,7 @@ class ReplicaProcess:
         os.kill(self.process.pid, number)
 
     def wait_for_end(self) -> int:
-        """Return the exit status."""
+        """Wait for the process to end, and return its exit status."""
         self.process.join(PATIENCE_S)
         assert self.process.exitcode is not None, f"{self.name} still runs after {PATIENCE_S} s"
         return self.process.exitcode
@@ -81,7 +81,7 @@ class Fleet:
     address: str = ""
 
     def launch(self, options: Sequence[dict[str, Any]], routing: dict[str, Any] | None = None) -> None:
-        """Start one replica for each options; the others start while the first one does, and join once it is there."""
+        """Start one replica per entry of `options`, concurrently; they join the first replica's coordinator."""
         first = ReplicaProcess.start({**options[0], "routing": routing or {}})
         self.replicas.append(first)
         self.address = first.wait_until_ready()
@@ -91,7 +91,7 @@ class Fleet:
             replica.wait_until_ready()
 
     def launch_world(self, options: Sequence[dict[str, Any]]) -> None:
-        """Start the ranks of one launch."""
+        """Start one process per entry of `options`, as the ranks of one launch."""
         self.replicas = [ReplicaProcess.start(rank) for rank in options]
         (self.address,) = {replica.wait_until_ready() for replica in self.replicas}
 
@@ -104,7 +104,7 @@ class Fleet:
         return [replica.wait_for_end() for replica in self.replicas]
 
     def wait_until_nothing_listens(self) -> None:
-        """Wait for the end of the coordinator."""
+        """Wait until the coordinator has ended and its port is free."""
         host, port = self.address.removeprefix("tcp://").rsplit(":", 1)
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
@@ -135,7 +135,7 @@ class Answer:
 
 
 class Client:
-    """Megatron's client."""
+    """Client that uses Megatron's `InferenceClient`."""
 
     def __init__(self, address: str) -> None:
         self.inference = InferenceClient(address)

@@ -1,4 +1,4 @@
-"""Random and mutated messages, seeded: from valid messages of each kind."""
+"""Generate random messages and mutated valid messages, from a seed."""
 
 import random
 import socket
@@ -38,7 +38,7 @@ _SOCKET_TYPES = [zmq.DEALER] * 4 + [zmq.ROUTER] * 2 + [zmq.XSUB, zmq.PUSH]  # co
 
 
 def some_message(rng: random.Random) -> bytes:
-    """Return a message that is random, nested, or a valid one with changed bytes, cut off or repeated values."""
+    """Return a random or nested message, or a valid message with changed, truncated or repeated values."""
     while True:
         message = _random_message(rng)
         if not _is_command(message):
@@ -84,7 +84,7 @@ def _is_command(message: bytes) -> bool:
 
 
 class Attacker:
-    """Sends over ZMQ sockets that come and go, and over bare TCP connections."""
+    """Sends hostile messages over short-lived ZMQ sockets and over plain TCP connections."""
 
     def __init__(self, address: str, rng: random.Random) -> None:
         self._address = address
@@ -118,7 +118,7 @@ class Attacker:
             self._socket.send_multipart([b"it", *frames] if self._socket.type == zmq.ROUTER else frames)
 
     def _send_raw(self) -> None:
-        """Send bytes that are no ZMTP, or announce a frame that never comes, and leave."""
+        """Send bytes that are not ZMTP, or the header of a frame that never arrives, and disconnect."""
         host, port = self._address.removeprefix("tcp://").rsplit(":", 1)
         greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
         huge = (

@@ -1,4 +1,4 @@
-"""Replicas and clients that a test plays, and a coordinator in a thread between them."""
+"""Fake replicas and clients controlled by a test, and a coordinator that connects them, in a thread."""
 
 import queue
 import threading
@@ -30,7 +30,7 @@ QUIET_MS = 100
 
 
 class ListeningCoordinator(PrefixCoordinator):
-    """Records handled messages: those of different sockets may overtake each other."""
+    """Coordinator that records handled messages; messages from different sockets may arrive in any order."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -67,7 +67,7 @@ class Peer:
         assert self.handled.get(timeout=TIMEOUT_MS / 1000) == [self.identity.encode(), message]
 
     def messages(self, timeout_ms: int = TIMEOUT_MS) -> Iterator[list[Any]]:
-        """Yield what comes; probes and the answers to greetings are left out, and do not prolong the time."""
+        """Yield the messages that arrive in time, except probes and answers to CONNECT."""
         end = time.monotonic() + timeout_ms / 1000
         while self.socket.poll(max(int((end - time.monotonic()) * 1000), 0)):
             message = self.socket.recv()
@@ -93,7 +93,7 @@ class FakeReplica(Peer):
         self.send_bytes(pack_report(KeyReport(BoundaryChanges(tuple(published), **changes), salt)))
 
     def take(self) -> int:
-        """Take a request and return the coordinator's number of it."""
+        """Receive a request and return the id that the coordinator has assigned to it."""
         header, request_id, *_ = self.receive()
         assert header == Headers.SUBMIT_REQUEST.value
         return request_id
@@ -165,7 +165,7 @@ class Service:
         return made
 
     def kill(self, peer: Peer) -> None:
-        """Close a peer's connection, as its end does."""
+        """Close a peer's connection, as if its process had ended."""
         peer.socket.close()
         self.peers.remove(peer)
 

@@ -12,7 +12,7 @@ HELLO = Hello(ReplicaName("a"), 1, 2, "experts")
 
 
 class Line:
-    """A link, and the coordinator's end of it."""
+    """A replica's link, and the socket at the coordinator's end of its connection."""
 
     def __init__(self) -> None:
         self.context = zmq.Context()

@@ -28,14 +28,14 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=5)
 
 
 def build(kv_blocks: int = 200, cached_states: int = 100) -> ReplicaEngine:
-    """Build the engine that all replicas have; requests of up to 512 tokens, blocks of 16; ranks compare each step."""
+    """Build the engine of a replica: requests of up to 512 tokens, blocks of 16 tokens; ranks compare each step."""
     bought = {"kv_blocks": kv_blocks, "cached_states": cached_states}
     config = cache_config(SIZES, **bought, max_tokens=256, rank_digest_steps=1)
     return build_engine(random_hybrid_model(SIZES), config)
 
 
 async def serve(options: dict[str, Any], reports: Connection) -> None:
-    """Take part until the engine ends."""
+    """Join the coordinator and serve until the engine ends."""
     engine = build()
     _pace_steps(engine, options.get("step_s", 0.0), options.get("first_step_s", 0.0))
     if options.get("fail_steps"):
@@ -66,7 +66,7 @@ def _pace_steps(engine: ReplicaEngine, seconds: float, first: float) -> None:
 
 
 def _fail_steps(engine: ReplicaEngine, every: int) -> None:
-    """Raise after the forward of every n-th step."""
+    """Make every n-th step raise an error after its forward pass."""
     sample = engine.context.runner._sample
     calls = iter(range(1, 10**9))
 
@@ -79,7 +79,7 @@ def _fail_steps(engine: ReplicaEngine, every: int) -> None:
 
 
 def main(options: dict[str, Any], reports: Connection) -> None:
-    """Join the launch's world, if it has one, and serve."""
+    """Join the process group, if the launch has several ranks, and serve."""
     torch.set_num_threads(1)
     try:
         with _world(options) if "world" in options else nullcontext():

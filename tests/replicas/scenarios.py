@@ -23,7 +23,7 @@ def some_prompt(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def assert_right(prompt: Sequence[int], answer: Answer) -> None:
-    """Assert that an answer has the tokens of the fp64 oracle."""
+    """Assert that a reply has the tokens that the fp64 reference model generates."""
     assert not answer.error
     check = hybrid(SIZES).oracle.check_greedy(list(prompt), answer.tokens, ORACLE_MARGIN)
     assert check.first_mismatch is None, f"{len(prompt)} tokens on {answer.replica}: differs at {check.first_mismatch}"
@@ -38,7 +38,7 @@ def run(scenario: Callable[[Client], Coroutine[Any, Any, None]], address: str, t
 
 
 async def converse(client: Client, number: int, num_turns: int) -> tuple[list[Answer], list[list[int]]]:
-    """Hold a conversation; those of even numbers share a system prompt."""
+    """Run a conversation; conversations with even numbers share a system prompt."""
     rng = random.Random(number)
     text = [7] * (2 * BLOCK) if number % 2 == 0 else []
     answers, prompts = [], []
@@ -51,7 +51,7 @@ async def converse(client: Client, number: int, num_turns: int) -> tuple[list[An
 
 
 async def pause_and_go_on(client: Client) -> None:
-    """Pause all replicas; a request that arrives meanwhile waits until they continue."""
+    """Pause all replicas, and check that a request sent meanwhile waits until they continue."""
     await client.inference.pause_engines()
     waiting = client.send([3] * 20, greedy(4))
     await asyncio.sleep(0.3)
@@ -61,7 +61,7 @@ async def pause_and_go_on(client: Client) -> None:
 
 
 async def suspend_and_go_on(client: Client) -> None:
-    """Suspend all replicas; a request that comes meanwhile is computed after they resume."""
+    """Suspend all replicas, and check that a request sent meanwhile is computed after they resume."""
     client.inference.suspend_engines()
     waiting = client.send([4] * 20, greedy(4))
     await asyncio.sleep(0.3)

@@ -117,7 +117,7 @@ def nothing_was_heard(service: Service, replica: FakeReplica) -> bool:
 
 
 def heard(service: Service) -> list[list[bytes]]:
-    """Return messages handled since the last call."""
+    """Return the messages that were handled since the last call."""
     found = []
     while not service.coordinator.handled.empty():
         found.append(service.coordinator.handled.get())
@@ -153,7 +153,7 @@ def test_only_clients_with_the_key_are_served(serving: Any, tmp_path: Path) -> N
 
 
 def answered(client: InferenceClient, replica: FakeReplica) -> list[int]:
-    """Let a client send a request that a replica answers; return the tokens that it gets."""
+    """Send a request from a client, answer it as the replica, and return the tokens that the client receives."""
 
     async def ask() -> list[int]:
         await client.start()
@@ -239,8 +239,8 @@ def test_joining_secret_is_private_and_removed_at_exit(monkeypatch: pytest.Monke
     [
         ("a" * 64, 0o604, r"open to other users \(mode 604\); run chmod 600"),
         ("a" * 64, 0o660, r"open to other users \(mode 660\)"),
-        ("a" * 63, 0o600, "63 characters that are not 64 hexadecimal digits"),
-        ("g" * 64, 0o600, "64 characters that are not 64 hexadecimal digits"),
+        ("a" * 63, 0o600, "must contain 64 hexadecimal digits, found 63 characters"),
+        ("g" * 64, 0o600, "must contain 64 hexadecimal digits, found 64 characters"),
         ("é" * 32, 0o600, "is not text"),
         (None, 0, "No such file"),
     ],
@@ -255,14 +255,14 @@ def test_bad_key_file_is_refused_with_the_remedy(text: str | None, mode: int, me
     assert "openssl rand -hex 32" in str(refused.value) or "chmod 600" in str(refused.value)
 
 
-def test_key_file_and_no_key_are_mutually_exclusive(tmp_path: Path) -> None:
+def test_key_file_and_insecure_setting_are_mutually_exclusive(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="insecure is True, but key_file is also set"):
         RoutingSettings(key_file=keyed(tmp_path), insecure=True)
 
 
 def test_pyzmq_without_curve_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(channels.zmq, "has", lambda _feature: False)
-    with pytest.raises(ModuleNotFoundError, match="pyzmq is installed without CURVE"):
+    with pytest.raises(ModuleNotFoundError, match="a coordinator key needs a pyzmq with CURVE"):
         RoutingSettings(key_file=keyed(tmp_path)).access()
     assert isinstance(RoutingSettings().access(), LoopbackAccess)
 
@@ -295,7 +295,7 @@ def test_ranks_on_several_hosts_without_a_shared_key_are_refused(monkeypatch: py
     others(("elsewhere", key.fingerprint))
     replica_identity.check_ranks(groups, key)
     for access in (other_key, LoopbackAccess(), InsecureAccess()):
-        with pytest.raises(ValueError, match="give all of them the same key file, or none"):
+        with pytest.raises(ValueError, match="give all ranks the same key file, or none"):
             replica_identity.check_ranks(groups, access)
     others(("elsewhere", "insecure"))
     replica_identity.check_ranks(groups, InsecureAccess())

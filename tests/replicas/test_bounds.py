@@ -28,7 +28,7 @@ REQUEST_BYTES = 1300  # more than a request of `TOKENS` is counted as
 
 @pytest.fixture
 def box() -> Iterator[Mailbox]:
-    """Yield a mailbox that only the test reads."""
+    """Yield a mailbox from which only the test reads."""
     made = Mailbox(None, LoopbackAccess(), 2 * len(PAGE))
     yield made
     made.socket.setsockopt(zmq.LINGER, 0)
@@ -36,7 +36,7 @@ def box() -> Iterator[Mailbox]:
 
 
 def connected(box: Mailbox, **options: int) -> zmq.Socket:
-    """Return a client's socket, from which the mailbox has had a message."""
+    """Return a client socket that is connected: the mailbox has received a message from it."""
     client = zmq.Context.instance().socket(zmq.DEALER)
     for name, value in {"LINGER": 0, "IMMEDIATE": 1, "SNDTIMEO": 2000, **options}.items():
         client.setsockopt(getattr(zmq, name), value)
@@ -79,7 +79,7 @@ def test_announced_oversized_frame_allocates_no_memory(box: Mailbox) -> None:
 
 
 def ends(connection: socket.socket) -> bool:
-    """Return whether the other side closes a connection within seconds."""
+    """Return True if the other side closes a connection within a few seconds."""
     connection.settimeout(5)
     try:
         while connection.recv(4096):
@@ -138,7 +138,7 @@ def test_one_client_may_use_a_quarter_of_the_pending_bytes(service: Service) -> 
     client, other = service.client(), service.client("other")
     for number in range(4):
         client.submit(number, TOKENS)
-    assert "this client's requests and" in client.error()
+    assert "this client's unfinished requests have" in client.error()
     taken = [replica.take() for _ in range(3)]
     assert_served(replica, other)
     replica.finish(taken[0], [5])
@@ -155,7 +155,7 @@ def test_all_clients_together_may_use_all_pending_bytes(service: Service) -> Non
             client.submit(request, TOKENS)
             assert replica.take() == 3 * number + request
     clients[4].submit(0, TOKENS)
-    assert f"max_pending_bytes={12 * REQUEST_BYTES}; wait for answers" in clients[4].error()
+    assert f"max_pending_bytes={12 * REQUEST_BYTES}); wait for replies" in clients[4].error()
     replica.finish(0, [5])
     assert clients[0].answer()[0] == 0
     assert_served(replica, clients[4], 1)
@@ -221,11 +221,11 @@ def test_number_of_pending_signals_is_bounded() -> None:
         signals.ask(Headers.PAUSE)
 
 
-def test_length_of_names_in_a_hello_is_bounded() -> None:
+def test_length_of_names_in_a_hello_message_is_bounded() -> None:
     fields = {"replica": "a", "member": 0, "num_members": 1, "domain": "", "proof": ""}
     assert hello_of(fields) == Hello("a")
     for name in ("replica", "domain", "proof"):
-        with pytest.raises(WireError, match="a name in the hello has more than 128 characters"):
+        with pytest.raises(WireError, match="a name in the hello message has more than 128 characters"):
             hello_of({**fields, name: "x" * 129})
 
 
@@ -245,7 +245,7 @@ def test_router_caps_the_requested_number_of_tokens(num_tokens: int) -> None:
     assert 0 <= request.max_new_tokens <= 2**20
 
 
-def test_malformed_messages_log_few_lines(box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
+def test_malformed_messages_produce_few_log_lines(box: Mailbox, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger=mailbox.__name__):
         for _ in range(500):
             box.ignore(b"client", ValueError("x"))

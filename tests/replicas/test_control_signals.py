@@ -32,7 +32,7 @@ def test_unpause_is_sent_after_all_replicas_have_paused(service: Service) -> Non
     assert [replica.receive() for _ in expected] == [[header.value] for header in expected]
 
 
-def test_two_pauses_get_two_answers(service: Service) -> None:
+def test_each_of_two_pause_signals_is_answered(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     for _ in range(2):

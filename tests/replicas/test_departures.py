@@ -66,7 +66,7 @@ def test_pending_bytes_of_a_departed_client_are_released(service: Service) -> No
 
 @pytest.mark.parametrize("service", [{"probe_interval_s": 0.5}], indirect=True)
 def test_other_clients_are_unaffected_when_a_client_leaves_as_its_replica_dies(service: Service) -> None:
-    """One probe misses both: neither a replica for the first request nor its client is left."""
+    """The same probe detects that the replica of the first request and its client have both left."""
     (replica,) = service.replicas("a")
     gone, stays = service.client("gone"), service.client("stays")
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Repeated messages count once."""
+"""Repeated messages take effect only once."""
 
 from megatron.core.inference.headers import Headers
 

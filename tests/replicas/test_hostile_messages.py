@@ -1,4 +1,4 @@
-"""Random and mutated messages, while requests run: tokens are the same, and memory is flat."""
+"""Random and mutated messages that arrive while requests run change no tokens and do not increase memory."""
 
 import asyncio
 import random
@@ -47,7 +47,7 @@ async def ask_while_attacked(client: Client, addresses: list[str], num_messages:
 
 
 def coordinator_of(fleet: Fleet, ranks: list[psutil.Process]) -> psutil.Process:
-    """Return the process that listens on the fleet's address; a rank has started it."""
+    """Return the coordinator's process, which listens on the fleet's address and was started by a rank."""
     children = [child for rank in ranks for child in rank.children()]
     port = port_of(fleet.address)
     (found,) = [child for child in children if any(c.laddr.port == port for c in child.net_connections("tcp"))]
@@ -60,7 +60,7 @@ def resident(processes: list[psutil.Process]) -> list[int]:
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_messages", [FEW, pytest.param(10_000, marks=pytest.mark.slow)], ids=["few", "many"])
-def test_random_messages_change_no_token_and_leak_no_memory(num_messages: int, fleet: Fleet, tmp_path: Path) -> None:
+def test_random_messages_do_not_change_tokens_or_leak_memory(num_messages: int, fleet: Fleet, tmp_path: Path) -> None:
     fleet.launch_world([{"world": (rank, 2, str(tmp_path / "store")), "layout": (2, 1)} for rank in range(2)])
     publishers = [address for replica in fleet.replicas for address in replica.listening]
     assert len(publishers) == 2  # of prompts and of their number

@@ -31,7 +31,7 @@ def test_replica_messages_from_other_senders_are_ignored(service: Service) -> No
 
 
 def test_client_that_reconnects_gets_its_replies(service: Service) -> None:
-    """As one whose connection was closed while its process was stopped."""
+    """A client reconnects like this if its connection was closed while its process was stopped."""
     (replica,) = service.replicas("a")
     service.kill(service.client("before"))
     back = FakeClient(service.context, service, "after")
@@ -52,7 +52,7 @@ def test_signal_from_a_reconnected_client_is_answered(service: Service) -> None:
     assert back.receive()[0] == Headers.PAUSE_ACK.value
 
 
-def test_requests_of_a_dead_replica_are_retried_and_its_late_replies_ignored(
+def test_requests_of_a_dead_replica_are_retried_and_its_late_replies_are_ignored(
     service: Service,
 ) -> None:
     first, second = service.replicas("ab")
@@ -99,7 +99,7 @@ def test_request_fails_after_too_many_replicas_died_or_none_is_left(service: Ser
     assert client.answer()[0] == 2
 
 
-def test_replica_needs_all_of_its_processes_to_serve(service: Service) -> None:
+def test_replica_serves_only_after_all_of_its_processes_have_joined(service: Service) -> None:
     first = service.replica("a0", replica="a", num_members=2)
     client = service.client()
     client.submit(0, TOKENS)
@@ -145,7 +145,7 @@ def test_coordinator_times_out_when_replicas_do_not_join() -> None:
     coordinator.stop()
 
 
-def test_coordinator_runs_until_its_last_peer_leaves(service: Service) -> None:
+def test_coordinator_runs_until_its_last_replica_or_client_leaves(service: Service) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     service.starter_left.set()

@@ -41,7 +41,7 @@ class OtherHost:
     name: str
 
     def run(self, *arguments: str) -> str:
-        """Run Python in the namespace and return its output."""
+        """Run Python in the network namespace and return its output."""
         command = ["ip", "netns", "exec", self.name, sys.executable, *arguments]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *sys.path])}
         done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS, env=environment)
@@ -60,7 +60,7 @@ def keys_of(server: bytes, client: bytes) -> str:
 
 @pytest.fixture(scope="module")
 def other_host() -> Iterator[OtherHost]:
-    """Yield a namespace with a cable to this one; take both away afterwards."""
+    """Yield a network namespace that is connected to this one; delete it afterwards."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and ip (apt-get install iproute2)")
     name = f"mmc{os.getpid()}"
@@ -86,7 +86,7 @@ def other_host() -> Iterator[OtherHost]:
 
 @pytest.fixture
 def serving(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Yield a function that starts a coordinator on the cable's address."""
+    """Yield a function that starts a coordinator on this end of the virtual cable."""
     monkeypatch.setattr(access.socket, "gethostname", lambda: HERE)
     made: list[Service] = []
 

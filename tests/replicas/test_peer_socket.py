@@ -1,4 +1,4 @@
-"""A rank that waits for a dead one gets an error and loses no message of the coordinator."""
+"""A rank that waits for a dead rank gets an error, and loses no message from the coordinator."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress

@@ -33,7 +33,7 @@ def test_replica_link_forwards_only_messages_for_the_engine(line: Line) -> None:
 
 def test_fenced_replica_must_restart(line: Line) -> None:
     line.say(FENCED)
-    with pytest.raises(ReplicaFencedError, match="restart it"):
+    with pytest.raises(ReplicaFencedError, match="restart this replica"):
         line.link.drain()
 
 
@@ -42,7 +42,7 @@ def test_replica_link_times_out_without_a_welcome(line: Line) -> None:
         asyncio.run(line.link.wait_for_welcome(0.05))
 
 
-def test_replica_link_raises_when_the_coordinator_is_silent_but_not_with_probes(line: Line) -> None:
+def test_replica_link_raises_an_error_when_probes_stop_arriving(line: Line) -> None:
     silence_s = replica_link.COORDINATOR_SILENCE_S + 1
     line.link._last_heard -= silence_s  # as in a long step, in which nothing reads
     line.say(PROBE)

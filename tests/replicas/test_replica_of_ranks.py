@@ -65,7 +65,7 @@ def test_replica_with_several_ranks_serves_clients_and_obeys_signals(
 
 @pytest.mark.long
 def test_requests_fail_when_a_rank_of_their_replica_dies(fleet: Fleet, tmp_path: Path) -> None:
-    """The replica's first rank, which started the coordinator, ends before it."""
+    """The replica's first rank, which started the coordinator, ends before the coordinator."""
     launch(fleet, TENSOR, tmp_path)
 
     async def scenario(client: Client) -> None:

@@ -1,4 +1,4 @@
-"""Replicas in real processes: prefix routing, and no request lost by deaths, slow or failed steps."""
+"""Replicas in real processes: prefix routing; deaths, slow steps and failed steps lose no request."""
 
 import asyncio
 import signal
@@ -32,7 +32,7 @@ def fleet(many_processes: None) -> Iterator[Fleet]:
     started.end()
 
 
-def test_turns_hit_the_cache_and_no_request_is_lost_when_a_replica_is_killed(fleet: Fleet) -> None:
+def test_later_turns_hit_the_cache_and_no_request_is_lost_when_a_replica_dies(fleet: Fleet) -> None:
     """Three launches of one replica each, the last two of which join the first one's coordinator."""
     fleet.launch([{"fail_steps": 40, "step_s": STEP_S}] * 3)
 

@@ -49,7 +49,7 @@ def test_extra_sampling_parameters_are_kept() -> None:
 
 
 @pytest.mark.parametrize("token", [True, 1.0, "1", None, [1], 2**31, -(2**31) - 1, 2**70])
-def test_tokens_beyond_32_bits_are_refused(token: Any) -> None:
+def test_token_ids_beyond_32_bits_are_refused(token: Any) -> None:
     least, most = -(2**31), 2**31 - 1
     assert prompt_tokens([least, 0, most], None, add_bos=False) == [least, 0, most]
     assert prompt_tokens([], None, add_bos=False) == []

@@ -60,7 +60,7 @@ def test_flush_reaches_every_replica_before_later_requests(service: Service) -> 
 
 
 @pytest.mark.parametrize("name", [CANCELS, FLUSHES])
-def test_submission_cannot_be_turned_into_another_message(service: Service, name: str) -> None:
+def test_reserved_sampling_parameter_names_are_refused(service: Service, name: str) -> None:
     (replica,) = service.replicas("a")
     client = service.client()
     client.submit(1, TOKENS, **{name: [None]})

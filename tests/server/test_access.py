@@ -24,7 +24,7 @@ def posting_paths(routes: Iterable[Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("is_draining", [False, True], ids=["not ready", "draining"])
-def test_post_routes_return_503_until_ready_except_open_paths(is_draining: bool) -> None:
+def test_post_routes_except_open_paths_return_503_until_the_server_is_ready(is_draining: bool) -> None:
     """A path that fails here is missing in `_SERVED_PATHS`, so its bodies have no limits either."""
     app = scripted_server()._build()
     paths = set(posting_paths(app.routes))

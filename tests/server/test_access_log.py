@@ -47,7 +47,7 @@ def only(lines: list[Any]) -> Any:
     return lines.pop()
 
 
-def test_complete_reply_is_logged_with_its_key_tokens_and_times() -> None:
+def test_completed_request_is_logged_with_key_name_token_counts_and_times() -> None:
     with logged() as (server, lines), server.client() as http:
         connection = server.connection(request_bytes(ASKED))
         wait_until(lambda: server.backend.running)

@@ -77,7 +77,7 @@ def test_ignored_fields_are_counted_in_one_log_line(
     assert all(f"'{name}' (1 so far)" in line for name in fields)
 
 
-def test_ignored_names_are_logged_at_powers_of_ten(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_logged_when_their_count_is_a_power_of_ten(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(120):
         note_ignored("x", ["a"])
     assert [record.getMessage().split("(")[1].split(" ")[0] for record in caplog.records] == ["1", "10", "100"]
@@ -118,7 +118,9 @@ def test_message_fields_that_the_template_ignores_are_counted(
     assert f"'{name}' (1 so far): the chat template does not read it" in caplog.text
 
 
-def test_names_and_errors_that_the_template_ignores_are_counted(agent: Agent, caplog: pytest.LogCaptureFixture) -> None:
+def test_message_names_and_is_error_are_counted_when_the_template_ignores_them(
+    agent: Agent, caplog: pytest.LogCaptureFixture
+) -> None:
     named = [{"role": "user", "content": "Hi", "name": "Ann"}, {"role": "user", "content": "Ho", "name": "Bob"}]
     posted(agent, CHAT, messages=named)
     assert "'messages.name' (1 so far): the chat template does not read it" in caplog.text
@@ -199,7 +201,7 @@ def test_cache_breakpoint_of_a_dropped_tool_moves_to_the_last_tool(agent: Agent,
     assert agent.server.backend.asked[-1].breakpoints == wanted and wanted[0].keep_s == 3600
 
 
-def test_tool_error_has_the_index_in_the_request(agent: Agent) -> None:
+def test_error_for_a_tool_names_its_index_in_the_request(agent: Agent) -> None:
     body = PLAIN[RESPONSES] | {"tools": [*FOREIGN[RESPONSES], {"type": "function", "name": "a b"}]}
     reply = httpx.post(agent.server.listening.url + RESPONSES, json=body, timeout=60)
     assert reply.status_code == 400 and reply.json()["error"]["param"] == "tools.5.name"

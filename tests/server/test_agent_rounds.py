@@ -33,7 +33,7 @@ SYSTEM = {"role": "system", "content": "import os\nimport sys\n" * 20}
         pytest.param("hermes", (), marks=pytest.mark.long),
     ],
 )
-def test_each_of_five_agent_rounds_computes_only_its_new_tokens(parser: str, flags: tuple[str, ...]) -> None:
+def test_each_agent_round_prefills_only_its_new_tokens(parser: str, flags: tuple[str, ...]) -> None:
     with running_server("--tool-call-parser", parser, "--api-key", RED, *flags) as server:
         turns = rounds(server)
     for number in range(1, ROUNDS):

@@ -56,7 +56,7 @@ def is_city(arguments: str) -> bool:
     return bool(jsonschema_rs.is_valid(CITY, json.loads(arguments)))
 
 
-def test_required_call_is_made_in_every_call_format(caller: openai.OpenAI) -> None:
+def test_required_tool_call_is_generated_in_every_call_format(caller: openai.OpenAI) -> None:
     def ask(seed: int) -> None:
         settings: Any = {"model": "small_python_model", "messages": ASKED, "tools": [WEATHER, NOW], "seed": seed}
         chat = caller.chat.completions.create(tool_choice="required", parallel_tool_calls=False, **settings)
@@ -121,7 +121,7 @@ def test_openai_client_parses_a_reply_into_its_pydantic_model(client: openai.Ope
     assert isinstance(first.function.parsed_arguments, City)
 
 
-def test_responses_api_returns_formatted_answers_and_required_calls(client: openai.OpenAI) -> None:
+def test_responses_api_supports_answer_formats_and_required_tool_calls(client: openai.OpenAI) -> None:
     parsed = client.responses.parse(model="small_python_model", input="A city?", text_format=City)
     assert isinstance(parsed.output_parsed, City) and parsed.text.format.type == "json_schema"  # type: ignore[union-attr]
     flat: Any = {"type": "function", "name": "get_weather", "parameters": CITY, "strict": True}
@@ -135,7 +135,7 @@ def test_responses_api_returns_formatted_answers_and_required_calls(client: open
     assert plain.output_text.startswith("{")
 
 
-def test_messages_api_returns_formatted_answers_and_required_calls(server: RunningServer) -> None:
+def test_messages_api_supports_answer_formats_and_required_tool_calls(server: RunningServer) -> None:
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
     settings: Any = {"model": "small_python_model", "max_tokens": 200, "messages": ASKED}
     tools: Any = [{"name": "get_weather", "input_schema": CITY}]
@@ -203,8 +203,8 @@ for _ in range(200):
 BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", "'text', 'json_object' or 'json_schema'"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": 3}}}, "response_format", "schema"),
-    ({"guided_json": "{"}, "guided_json", "it is not JSON"),
-    ({"guided_json": "[]"}, "guided_json", "need a JSON schema (an object, true or false), found list"),
+    ({"guided_json": "{"}, "guided_json", "the text is not valid JSON"),
+    ({"guided_json": "[]"}, "guided_json", "the value must be a JSON schema (an object, true or false), found list"),
     ({"guided_json": {"type": "odd"}}, "guided_json", "is not a type of JSON Schema"),
     ({"guided_json": {"not": {"const": 1}}}, "guided_json", "not cannot be enforced"),
     ({"guided_json": {"const": "x" * 2**20}}, "guided_json", "at most 262144 are allowed"),
@@ -223,10 +223,10 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "not supported"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "each set a format"),
-    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "guided_regex decides where an answer ends"),
-    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "guided_regex decides where an answer ends"),
+    ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "ignore_eos cannot be combined with guided_regex"),
+    ({"guided_regex": "a", "min_tokens": 3}, "min_tokens", "min_tokens cannot be combined with guided_regex"),
     ({"tools": [WEATHER], "tool_choice": NAMED}, "tool_choice", "tool_choice names 'other', which is not in tools"),
-    ({"tool_choice": "required"}, "tool_choice", "tool_choice requires a call, but there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice requires a call, but the request has no tools"),
 ]
 
 
@@ -268,9 +268,9 @@ def test_ignore_eos_and_min_tokens_are_refused_when_calls_are_constrained(
 ) -> None:
     strict: Any = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     settings: Any = {"model": "small_python_model", "messages": ASKED, "max_tokens": 4, "extra_body": fields}
-    with pytest.raises(
-        openai.BadRequestError, match=f"tools decides where a reply ends; leave out {next(iter(fields))}"
-    ):
+    name = next(iter(fields))
+    message = f"{name} cannot be combined with tools: the format of a constrained reply decides where it ends"
+    with pytest.raises(openai.BadRequestError, match=message):
         client.chat.completions.create(tools=[strict], tool_choice=choice, **settings)
 
 

@@ -75,7 +75,7 @@ def asked(*contents: str, **fields: Any) -> Conversation:
         ("shows earlier reasoning", {}, ALLOWED, OPEN),
     ],
 )
-def test_text_of_the_template_opens_or_closes_reasoning(
+def test_template_text_can_open_or_close_reasoning(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
     kind: str,
     quoted: str,
@@ -104,7 +104,7 @@ def test_text_of_the_template_opens_or_closes_reasoning(
         ("It is", DONE, OPEN),
     ],
 )
-def test_text_of_a_prefill_opens_or_closes_reasoning(
+def test_prefilled_reply_text_can_open_or_close_reasoning(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
     kind: str,
     template: str,
@@ -118,7 +118,7 @@ def test_text_of_a_prefill_opens_or_closes_reasoning(
         assert reasoning_after(tokenizers[kind, template], "deepseek_r1", conversation) is found_if_begun_open
 
 
-def test_prefill_may_mention_reasoning_tags(
+def test_prefilled_reply_text_may_mention_reasoning_tags(
     tokenizers: dict[tuple[str, str], HuggingFaceTokenizer],
 ) -> None:
     tokenizer = tokenizers["plain", "closes when asked to"]

@@ -66,7 +66,7 @@ def messages_session(server: RunningServer, question: str, after: str | None) ->
 
 @pytest.mark.parametrize("session", [chat_session, messages_session])
 @pytest.mark.parametrize("after", [None, "tools", "instructions"])
-def test_second_session_skips_the_prefix_up_to_a_breakpoint(server: RunningServer, session: Any, after: str) -> None:
+def test_second_session_needs_no_prefill_before_a_breakpoint(server: RunningServer, session: Any, after: str) -> None:
     shared, _ = session(server, "", None)
     server.between_steps(lambda engine: engine.flush())
     questions = ["class A:\n" * 30, "print(1)\n" * 40]
@@ -79,7 +79,7 @@ def test_second_session_skips_the_prefix_up_to_a_breakpoint(server: RunningServe
         assert shared - 2 * BLOCK <= cached <= shared
 
 
-def test_session_with_different_instructions_skips_tools_with_a_breakpoint(server: RunningServer) -> None:
+def test_tools_before_a_breakpoint_are_cached_for_sessions_with_other_instructions(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     chat_session(server, "x", "tools")
     _, cached = chat_session(server, "x", "tools", instructions="print(2)\n" * 60)
@@ -108,7 +108,7 @@ def test_breakpoint_after_tools_or_instructions_marks_both(template: str, positi
     assert last.keep_s == own.keep_s == 9 and both == [last] * (own != last)
 
 
-def test_tokens_up_to_a_breakpoint_are_common_to_two_texts(tmp_path: Any) -> None:
+def test_breakpoint_position_in_tokens_matches_its_position_in_the_text(tmp_path: Any) -> None:
     tokenizer = agent_tokenizer(tmp_path / "hermes", TEMPLATES["hermes"])
     reader = PromptReader(tokenizer, Transcripts(0), 4096)
     tool = {"type": "function", "function": {"name": "f"}}
@@ -176,7 +176,9 @@ def held_seconds(server: RunningServer) -> list[float]:
 
 
 @pytest.mark.parametrize(("ttl", "seconds"), [(None, []), ("5m", [300]), ("1h", [3600])])
-def test_state_at_a_breakpoint_is_held_for_its_ttl(server: RunningServer, ttl: str | None, seconds: list[int]) -> None:
+def test_state_at_a_breakpoint_has_raised_priority_until_its_ttl_expires(
+    server: RunningServer, ttl: str | None, seconds: list[int]
+) -> None:
     server.between_steps(lambda engine: engine.flush())
     messages: Any = [{"role": "user", "content": "x"}]
     client = anthropic.Anthropic(base_url=server.url, api_key=RED, max_retries=0)
@@ -189,7 +191,7 @@ def test_state_at_a_breakpoint_is_held_for_its_ttl(server: RunningServer, ttl: s
     assert held_seconds(server) == []
 
 
-def test_request_level_ttl_holds_the_state_at_the_prompts_end(server: RunningServer) -> None:
+def test_request_level_ttl_raises_the_priority_of_the_state_at_the_prompts_end(server: RunningServer) -> None:
     server.between_steps(lambda engine: engine.flush())
     content = INSTRUCTIONS * 2
     with server.client() as http:

@@ -70,7 +70,7 @@ def prompts(backend: Tokenizer) -> list[Any]:
     return [*texts, ids, ids[:-1], ids[:-2]]
 
 
-def test_completion_text_is_the_same_streamed_whole_and_echoed(http: httpx.Client, backend: Tokenizer) -> None:
+def test_completion_text_is_the_same_with_streaming_and_with_echo(http: httpx.Client, backend: Tokenizer) -> None:
     texts = []
     for prompt in prompts(backend):
         for seed in SEEDS[:2]:
@@ -93,7 +93,7 @@ def test_completion_text_is_the_same_streamed_whole_and_echoed(http: httpx.Clien
     assert first["text"] != second["text"]
 
 
-def test_chat_reply_is_the_same_streamed_and_whole(http: httpx.Client, backend: Tokenizer) -> None:
+def test_chat_reply_is_the_same_with_and_without_streaming(http: httpx.Client, backend: Tokenizer) -> None:
     for seed in SEEDS:
         body = SAMPLED | {"messages": MESSAGES, "seed": seed}
         (choice,) = asked(http, "/v1/chat/completions", **body)["choices"]

@@ -82,7 +82,7 @@ def test_chat_command_ends_at_the_end_of_input(
     assert len(turns_in(capsys.readouterr().out)) == 1
 
 
-def test_interrupted_reply_is_cancelled_and_stays_in_the_conversation(
+def test_interrupted_reply_is_cancelled_but_stays_in_the_conversation(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stream = ChatClient.stream
@@ -111,17 +111,17 @@ def test_refused_turn_is_dropped_and_ends_the_chat_when_input_is_piped(
     typing(monkeypatch, "x " * 9000, "def a", "/quit")
     assert chat(server) == 0
     captured = capsys.readouterr()
-    assert f"{server.url}: 400: " in captured.err and len(turns_in(captured.out)) == 1
+    assert f"{server.url} replied with status 400: " in captured.err and len(turns_in(captured.out)) == 1
     assert chat(server, "--say", "x " * 9000) == 1
     assert main(["chat", "--url", server.url, "--api-key", "wrong", "--say", "x"]) == 1
-    assert f"{server.url}: 401: " in capsys.readouterr().err
+    assert f"{server.url} replied with status 401: " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--url", "http://127.0.0.1:9/v1"], "http://127.0.0.1:9: Connection refused\n"),
-        ([], "http://127.0.0.1:5000: Connection refused; start one with mamba-cache serve"),
+        (["--url", "http://127.0.0.1:9/v1"], "cannot connect to http://127.0.0.1:9: Connection refused\n"),
+        ([], "cannot connect to http://127.0.0.1:5000: Connection refused; start a server with mamba-cache serve"),
     ],
 )
 def test_error_names_the_url_when_no_server_listens(
@@ -161,15 +161,15 @@ def foreign_server(body: bytes) -> Iterator[str]:
 def test_error_names_the_url_of_a_server_with_another_api(body: bytes, capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(body) as url:
         assert main(["chat", "--url", url, "--say", "a"]) == 1
-        assert capsys.readouterr().err == f"{url} does not list models as OpenAI's API does\n"
+        assert capsys.readouterr().err == f"{url} does not return a list of models in the format of OpenAI's API\n"
 
 
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"data: {broken\n\n", "does not reply as OpenAI's API does"),
-        (b"data: \xff\n\n", "does not reply as OpenAI's API does"),
-        (b"data: 3\n\n", "does not reply as OpenAI's API does"),
+        (b"data: {broken\n\n", "does not reply in the format of OpenAI's API"),
+        (b"data: \xff\n\n", "does not reply in the format of OpenAI's API"),
+        (b"data: 3\n\n", "does not reply in the format of OpenAI's API"),
         (b'data: {"error": "out of memory"}\n\n', "out of memory"),
     ],
 )
@@ -182,7 +182,7 @@ def test_malformed_reply_from_the_server_gives_a_one_line_error(
     assert message in error and error.count("\n") == 1
 
 
-def test_token_counts_are_not_shown_when_the_server_sends_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_command_omits_token_counts_when_the_server_sends_no_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with foreign_server(b'data: {"choices": [{"delta": {"content": "b"}}]}\n\n') as url:
         assert main(["chat", "--url", url, "--model", "a", "--say", "a"]) == 0
     assert re.fullmatch(r"b\n\[first token after \d+ ms, cut off\]\n", capsys.readouterr().out)

@@ -82,7 +82,7 @@ def test_only_a_client_that_stops_reading_is_disconnected() -> None:
         idle.close()
 
 
-def test_finished_request_leaves_the_queue_before_its_client_reads_it() -> None:
+def test_finished_request_leaves_the_queue_before_its_client_reads_the_reply() -> None:
     with front_end(tokenizer=LongTokens()) as server:
         connection = server.connection(request_bytes(STREAMED | {"n": 3}), receive_buffer=4096)
         wait_until(lambda: len(server.backend.running) == 3)
@@ -92,7 +92,7 @@ def test_finished_request_leaves_the_queue_before_its_client_reads_it() -> None:
         assert all_of(connection) > 3 * 4_000_000
 
 
-def test_pending_progress_of_a_choice_is_merged_into_one_read() -> None:
+def test_unread_progress_entries_of_a_choice_are_merged() -> None:
     async def run() -> None:
         mail = Mail()
         mail.put(1, Progress((1,), log_probs=(0.5,), cached_tokens=3))

@@ -42,7 +42,7 @@ def test_no_cross_origin_request_is_allowed_by_default() -> None:
 
 
 @pytest.mark.parametrize(("origins", "allowed"), [((CHAT, "http://localhost:3000"), CHAT), (("*",), "*")])
-def test_allowed_origin_can_preflight_and_read_replies_and_errors(origins: tuple[str], allowed: str) -> None:
+def test_allowed_origin_passes_preflight_and_can_read_replies_and_errors(origins: tuple[str], allowed: str) -> None:
     with server(*origins) as url:
         asked = preflight(url, "/v1/chat/completions")
         assert asked.status_code == 200 and asked.headers[ALLOWED] == allowed

@@ -184,7 +184,7 @@ def test_disconnect_before_the_body_is_complete_counts_as_499(server: FrontEnd, 
     statuses.wait_for({499: 3})
 
 
-def test_error_responses_count_by_their_status_when_unread(server: FrontEnd, statuses: Statuses) -> None:
+def test_unread_error_responses_are_counted_by_their_status(server: FrontEnd, statuses: Statuses) -> None:
     with server.client() as http:
         assert http.post("/v1/completions", json={"prompt": 1.5}).status_code == 400
         assert http.get("/nothing").status_code == 404

@@ -232,7 +232,7 @@ def test_idle_server_ends_within_a_second_with_a_summary() -> None:
 
 
 @pytest.mark.long
-def test_open_streams_end_within_two_seconds_of_the_drain_limit() -> None:
+def test_open_streams_end_within_two_seconds_after_the_drain_limit() -> None:
     body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True, "logprobs": 5}
     with served("--drain-seconds", "1") as (process, url), httpx.Client(base_url=url, timeout=60) as http:
         host, port = url.removeprefix("http://").split(":")
@@ -332,7 +332,7 @@ def test_incomplete_body_does_not_delay_shutdown() -> None:
         assert not server.listening.thread.is_alive()
 
 
-def test_unread_responses_delay_shutdown_only_to_the_drain_limit_without_a_traceback(
+def test_unread_responses_delay_shutdown_no_longer_than_the_drain_limit(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("megatron_mamba_cache.server.running._BACKSTOP_S", 0.2)

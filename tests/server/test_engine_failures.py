@@ -40,7 +40,7 @@ def test_failed_step_is_retried_without_losing_tokens() -> None:
         server.assert_nothing_held()
 
 
-def test_failed_step_does_not_change_log_probs() -> None:
+def test_retry_of_a_failed_step_does_not_change_log_probs() -> None:
     body = BODY | {"logprobs": 3, "n": 2}
     with running_server("--random-model") as server, server.client() as http:
         expected = http.post("/v1/completions", json=body).json()["choices"]
@@ -76,7 +76,7 @@ def test_every_request_gets_an_error_when_the_engine_is_broken(error: Exception,
         assert http.get("/metrics").status_code == 200
 
 
-def test_failed_engine_stays_failed_when_a_flush_is_pending() -> None:
+def test_failed_engine_stays_failed_despite_a_pending_flush() -> None:
     with running_server("--random-model") as server, server.client() as http, ThreadPoolExecutor() as pool:
         in_step, waiting = threading.Event(), threading.Event()
 

@@ -21,7 +21,7 @@ def test_api_key_is_accepted_as_bearer_token_or_basic_password() -> None:
         assert keys.owner_of(wrong) is None
 
 
-def test_all_clients_have_the_same_owner_when_there_are_no_keys() -> None:
+def test_all_clients_have_the_same_owner_when_no_keys_are_configured() -> None:
     assert ApiKeys().owner_of("") == ApiKeys().owner_of("Bearer x") == "" and not ApiKeys().are_needed
 
 

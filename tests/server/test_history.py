@@ -31,7 +31,7 @@ def history(now: list[float]) -> History:
     return History(server.backend, server.gate, server.metrics, lambda: now[0])
 
 
-def test_sample_has_the_increase_of_counts_since_the_last_sample(history: History, now: list[float]) -> None:
+def test_sample_contains_counter_increases_since_the_previous_sample(history: History, now: list[float]) -> None:
     for at, generated, skipped in ((105.0, 50, 7), (110.5, 80, 7)):
         now[0] = at
         history._backend.state = state(generated, skipped, running=3)  # type: ignore[misc]

@@ -54,7 +54,7 @@ def asked(http: httpx.Client, form: dict[str, Any], max_tokens: int = 4) -> tupl
     return reply, time.monotonic() - began
 
 
-def test_hostile_grammars_do_not_change_other_streams(server: RunningServer) -> None:
+def test_hostile_grammars_do_not_change_other_replies(server: RunningServer) -> None:
     with server.client() as http, concurrent.futures.ThreadPoolExecutor(8) as threads:
         alone = http.post("/v1/completions", json=PLAIN).json()["choices"][0]["token_ids"]
         hostile = {name: threads.submit(asked, http, form) for name, form in FORMS.items()}
@@ -71,7 +71,7 @@ def test_hostile_grammars_do_not_change_other_streams(server: RunningServer) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_memory_does_not_grow_over_many_grammars(server: RunningServer, count: int) -> None:
+def test_memory_does_not_grow_with_the_number_of_compiled_grammars(server: RunningServer, count: int) -> None:
     with server.client() as http:
 
         def ask(number: int) -> None:

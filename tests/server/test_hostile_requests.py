@@ -144,7 +144,7 @@ def run_clients(server: RunningServer, count: int, expected: list[int], seed: in
     return seen
 
 
-def test_hostile_requests_change_no_other_reply_and_leak_no_memory(server: RunningServer) -> None:
+def test_hostile_requests_neither_change_other_replies_nor_leak_memory(server: RunningServer) -> None:
     with server.client() as http:
         first = http.post("/v1/completions", json=GOOD | {"return_token_ids": True})
     expected = first.json()["choices"][0]["token_ids"]

@@ -48,7 +48,7 @@ def test_recorded_hashes_differ_between_server_runs() -> None:
     assert common(*(lines_of(served([5] * 200))[0] for _ in range(2))) == 0
 
 
-def test_recorded_prompt_joins_a_session_only_when_it_continues_the_whole_prompt() -> None:
+def test_recorded_prompt_joins_a_session_only_when_it_extends_the_sessions_prompt() -> None:
     system, question, other = [1] * 200, [2] * 100, [3] * 100
     turns = [system + question, system + question + [4] * 90, system + question + [4] * 180]
     first, second, third, stranger, again = lines_of(*map(served, [*turns, system + other, turns[-1] + [5] * 10]))
@@ -128,7 +128,10 @@ def test_plan_for_a_recorded_session_matches_the_server(recording: Path, capsys:
 
 
 @pytest.mark.parametrize("path", ["{}/load.jsonl.gz", "{}/missing/load.jsonl", "{}"])
-def test_read_only_record_is_refused_at_startup(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_record_path_is_refused_at_startup(
+    path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = path.format(tmp_path)
     assert main(["serve", "--random-model", "--port", "0", "--record-load", path]) == 2
-    assert f"--record-load {path}: " in capsys.readouterr().err
+    reason = "must not end in .gz" if path.endswith(".gz") else "cannot be written: "
+    assert f"--record-load {path} {reason}" in capsys.readouterr().err

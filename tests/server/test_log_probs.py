@@ -40,7 +40,7 @@ def described(tokenizer: Any, tokens: list[int], kind: Any) -> tuple[str, list[d
 
 @pytest.mark.parametrize("tokenizer", [SHIPPED, ByteTokenizer()], ids=["shipped", "bytes"])
 @given(text=TEXTS)
-def test_token_bytes_in_chat_log_probs_join_to_the_text(tokenizer: Any, text: str) -> None:
+def test_concatenated_token_bytes_in_chat_log_probs_are_the_text(tokenizer: Any, text: str) -> None:
     found, events = described(tokenizer, tokenizer.tokenize(text), partial(ChatFormat, includes_reasoning=True))
     content = [token for event in events for token in event["content"]]
     assert found == text and b"".join(bytes(token["bytes"]) for token in content) == text.encode()

@@ -47,7 +47,9 @@ def asked(agent: Agent, client: anthropic.Anthropic, reply: str, end: str = "sto
         return client.messages.create(**settings)
 
 
-def test_reply_has_one_content_block_for_each_part(agent: Agent, client: anthropic.Anthropic) -> None:
+def test_reply_has_separate_content_blocks_for_thinking_text_and_calls(
+    agent: Agent, client: anthropic.Anthropic
+) -> None:
     message = asked(agent, client, REPLY)
     thinking, text, call = message.content
     assert (thinking.type, thinking.thinking) == ("thinking", "Hm.") and (text.type, text.text) == ("text", "I look.")
@@ -72,7 +74,7 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": %s}</tool_call>'
         (CALL.partition("%")[0] + '{"city": "Oslo", "days": tru', {"malformed_input": '{"city": "Oslo", "days": tru'}),
     ],
 )
-def test_streamed_message_equals_the_whole_message(
+def test_streamed_message_equals_the_message_without_streaming(
     agent: Agent, client: anthropic.Anthropic, reply: str, arguments: dict[str, Any]
 ) -> None:
     whole = asked(agent, client, reply)
@@ -184,7 +186,7 @@ def test_reply_continues_a_final_assistant_message(
 
 
 @pytest.mark.parametrize("begun", ["", [], [{"type": "text", "text": " "}]])
-def test_empty_final_assistant_message_changes_nothing(
+def test_empty_final_assistant_message_does_not_change_the_reply(
     agent: Agent, client: anthropic.Anthropic, begun: str | list[Any]
 ) -> None:
     asked(agent, client, "Yes.")
@@ -212,7 +214,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"messages": [*ASKED, {"role": "assistant", "content": [USED]}]},
-        "the reply continues the last message, which must have text and no tool_use",
+        "a final assistant message must have text and no tool_use",
     ),
     ({"system": [{"type": "image"}]}, "a block of type 'image' is not supported"),
     ({"mcp_servers": [{"url": "x"}]}, "`mcp_servers` is not supported by this server; leave it out"),

@@ -75,7 +75,7 @@ def test_queue_time_ends_at_the_requests_first_step() -> None:
         assert 0.1 <= found["mamba_cache_queue_seconds_sum"] <= to_first_token - 0.35
 
 
-def test_queue_time_excludes_the_computation_of_the_prompt(server: RunningServer) -> None:
+def test_queue_time_excludes_prefill_time(server: RunningServer) -> None:
     def count(name: str, suffix: str) -> float:
         return samples(server, name)[f"{name}_{suffix}"]
 

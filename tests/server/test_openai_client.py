@@ -131,7 +131,9 @@ def test_next_turn_contains_the_exact_tokens_of_the_reply(client: openai.OpenAI,
     assert splits_otherwise  # otherwise this would also be true without the stored tokens
 
 
-def test_reported_cached_tokens_equal_the_tokens_skipped(client: openai.OpenAI, server: RunningServer) -> None:
+def test_reported_cached_tokens_equal_the_tokens_that_needed_no_prefill(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
     def skipped() -> int:
         return server.between_steps(lambda engine: engine.context.snapshot().counters.prompt_tokens_skipped)
 
@@ -232,7 +234,9 @@ def test_context_overflow_error_has_openais_wording(client: openai.OpenAI, too_l
     assert "This model's maximum context length is 4096 tokens, and the prompt is too long: " in found.value.message
 
 
-def test_flushes_and_new_weights_versions_empty_the_cache(client: openai.OpenAI, server: RunningServer) -> None:
+def test_flush_with_or_without_a_new_weights_version_empties_the_cache(
+    client: openai.OpenAI, server: RunningServer
+) -> None:
     def cached() -> int:
         usage = client.completions.create(model=MODEL, prompt=PROMPTS[3], max_tokens=1).usage
         return usage.prompt_tokens_details.cached_tokens

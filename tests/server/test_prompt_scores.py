@@ -81,7 +81,9 @@ def test_each_prompt_has_its_own_log_probs(server: RunningServer) -> None:
         ({"prompt_logprobs": True}, "integer"),
     ],
 )
-def test_unavailable_prompt_log_probs_are_refused(server: RunningServer, fields: dict[str, Any], words: str) -> None:
+def test_unsupported_prompt_log_prob_requests_are_refused(
+    server: RunningServer, fields: dict[str, Any], words: str
+) -> None:
     with server.client() as http:
         for path, body in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": MESSAGES})):
             reply = http.post(f"/v1/{path}", json=body | fields)
@@ -97,7 +99,7 @@ def test_request_for_too_many_prompt_log_probs_is_refused_before_it_runs(
         body = {"prompt": [[1] * 6, [1] * 7], "max_tokens": 1}
         assert http.post("/v1/completions", json=body | {"prompt_logprobs": 0}).status_code == 200
         reply = http.post("/v1/completions", json=body | {"prompt_logprobs": 1})
-    message = "prompt_logprobs=1 gives 22 entries for these prompts; at most 20 are allowed"
+    message = "prompt_logprobs=1 requests 22 entries, and at most 20 are allowed"
     assert reply.status_code == 400 and reply.json()["error"]["message"].startswith(message)
 
 

@@ -127,7 +127,9 @@ ENDS = {  # texts between reasoning and calls, and after the calls
 
 @pytest.mark.parametrize("ending", ENDS)
 @pytest.mark.parametrize("num_calls", [1, 3])
-def test_calls_within_reasoning_equal_calls_after_reasoning(agent: TagAgent, ending: str, num_calls: int) -> None:
+def test_tool_calls_within_reasoning_are_parsed_like_calls_after_reasoning(
+    agent: TagAgent, ending: str, num_calls: int
+) -> None:
     before, after = ENDS[ending]
     wanted = [("search", ARGUMENTS), ("now", {}), ("search", {"text": "", "most": 0})][:num_calls]
     reply = ["I look.\n", *before]
@@ -193,7 +195,7 @@ def test_constrained_answers_and_calls_may_follow_reasoning(qwen: TagAgent) -> N
     assert qwen.ask(answer, tools=TOOLS, **fields).message.content == json.dumps(ARGUMENTS)
 
 
-def test_all_chat_apis_return_the_same_parts(agent: TagAgent) -> None:
+def test_all_chat_apis_return_the_same_reasoning_content_and_calls(agent: TagAgent) -> None:
     client = anthropic.Anthropic(base_url=agent.server.listening.url, api_key="none", max_retries=0)
     tools: Any = [{"name": "search", "input_schema": SEARCH}, {"name": "now", "input_schema": {"type": "object"}}]
     reply = ["I look.\n", *call(agent), "\n", *call(agent, "now", {})]
@@ -292,7 +294,7 @@ def test_unknown_reasoning_effort_is_refused(weighing: TagAgent) -> None:
     assert prompt_text(weighing).startswith("<|im_start|>user") and prompt_text(weighing).endswith(DOES_NOT)
 
 
-def test_earlier_reasoning_stays_in_the_prompt_on_request(qwen: TagAgent) -> None:
+def test_earlier_reasoning_stays_in_the_prompt_when_requested(qwen: TagAgent) -> None:
     keeps: Any = {"extra_body": {"chat_template_kwargs": {"preserve_thinking": True}}, "tools": TOOLS}
     messages: list[Any] = [{"role": "user", "content": "Keep it."}]
     reply = ["Thought.\n", Tag("</think>"), "\n\nDone."]

@@ -57,7 +57,7 @@ def test_replica_ignores_sigterm_after_warmup(serve: Callable[[Any], None]) -> N
 def test_replica_start_raises_when_warmup_fails() -> None:
     ending = [signal.getsignal(number) for number in NUMBERS]
     replica = ReplicaThread(WatchedEngine(fails=True), RoutingSettings())  # type: ignore[arg-type]
-    with pytest.raises(RuntimeError, match="could not join") as found:
+    with pytest.raises(RuntimeError, match="the engine failed before it joined the coordinator") as found:
         replica.start()
     assert isinstance(found.value.__cause__, MemoryError)
     assert [signal.getsignal(number) for number in NUMBERS] == ending

@@ -94,7 +94,7 @@ def cached(http: httpx.Client) -> int:
 @pytest.mark.parametrize(
     "flags", [(), ("--tensor-model-parallel-size", "2")], ids=["two replicas", "one replica of two"]
 )
-def test_replicas_stream_cancel_flush_and_stop_like_one_engine(flags: tuple[str, ...]) -> None:
+def test_replicas_handle_streams_cancels_flushes_and_stops_like_one_engine(flags: tuple[str, ...]) -> None:
     with running_server("--random-model") as server, server.client() as http:
         sampled = {"seed": 5, "temperature": 1.0, "max_tokens": 12, "n": 2, "logprobs": 1}
         alone, alone_sampled = asked(http), asked(http, **sampled)

@@ -37,7 +37,7 @@ def described(item: Any) -> dict[str, Any]:
     return item.model_dump(exclude={"id", "call_id"}, exclude_none=True)
 
 
-def test_response_has_one_item_for_each_part_of_the_reply(agent: Agent) -> None:
+def test_response_has_separate_items_for_reasoning_text_and_calls(agent: Agent) -> None:
     response = asked(agent, REPLY, metadata={"a": "b" * 512}, reasoning={"effort": "low", "summary": "auto"})
     reasoning, text, call = response.output
     assert reasoning.content[0].text == "Hm." and text.content[0].text == response.output_text == "I look."
@@ -50,7 +50,7 @@ def test_response_has_one_item_for_each_part_of_the_reply(agent: Agent) -> None:
     assert response.usage.output_tokens_details.reasoning_tokens > 0
 
 
-def test_streamed_response_equals_the_whole_response(agent: Agent) -> None:
+def test_streamed_response_equals_the_response_without_streaming(agent: Agent) -> None:
     whole = asked(agent, REPLY)
     with (
         agent.saying(REPLY),
@@ -125,7 +125,7 @@ def test_stored_response_is_readable_only_by_its_owner_until_deleted(server: Run
         lambda: blue.responses.retrieve(first.id),
         lambda: blue.responses.delete(first.id),
     ):
-        with pytest.raises(openai.NotFoundError, match="is not stored in this server"):
+        with pytest.raises(openai.NotFoundError, match="is not stored on this server"):
             refused()
     for client, previous in ((blue, first.id), (red, "resp_none")):
         with pytest.raises(openai.BadRequestError, match=f"response with id '{previous}' not found") as found:
@@ -150,10 +150,10 @@ def test_stored_responses_are_bounded_per_api_key() -> None:
         assert 0 < stored.num_bytes("red") <= 1000 and stored.item("red", f"item {number}") == output[0]
     stored.keep("red", [], {"id": "large", "previous_response_id": None, "text": "x" * 1000})
     for owner, response_id in (("red", "0"), ("red", "large"), ("red", "blue"), ("none", "99")):
-        with pytest.raises(ApiError, match="is not stored in this server"):
+        with pytest.raises(ApiError, match="is not stored on this server"):
             stored.find(owner, response_id)
     for owner, item_id in (("red", "item 0"), ("blue", "item 99"), ("none", "item 99")):
-        with pytest.raises(ApiError, match="is not stored in this server"):
+        with pytest.raises(ApiError, match="is not stored on this server"):
             stored.item(owner, item_id)
     assert len(stored._response_of) == len(stored._stored["red"])
     stored.find("blue", "blue")
@@ -163,7 +163,7 @@ def test_stored_responses_are_bounded_per_api_key() -> None:
 
 NAMED = {"type": "function", "name": "f"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"tool_choice": "required"}, "tool_choice requires a call, but there are no tools"),
+    ({"tool_choice": "required"}, "tool_choice requires a call, but the request has no tools"),
     ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice names 'f', which is not in tools"),
     (
         {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}},
@@ -177,7 +177,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
         "a part of type 'input_image' is not",
     ),
-    ({"input": [{"type": "item_reference", "id": "x"}]}, "item with id 'x' not found: it is not stored in this server"),
+    ({"input": [{"type": "item_reference", "id": "x"}]}, "item with id 'x' not found: it is not stored on this server"),
     ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "an item of type 'compaction' is not supported"),
     ({"input": []}, "at least 1 item"),
     ({"background": True}, "`background` is not supported by this server; leave it out"),

@@ -30,8 +30,8 @@ def test_penalties_prevent_repeated_tokens(server: RunningServer) -> None:
     long: dict[str, Any] = {"prompt": "x = 1\n" * 40, "max_tokens": 200, "temperature": 0.5, "seed": 1}
     fields: Any = [{}, {"frequency_penalty": 2}, {"presence_penalty": 2}, {"repetition_penalty": 5}]
     replies = at_once(lambda extra: answered(server, **long, **extra)["token_ids"], fields)
-    plain, *penalised = (len(set(reply)) for reply in replies)
-    assert min(penalised) > plain, (plain, penalised)
+    plain, *penalized = (len(set(reply)) for reply in replies)
+    assert min(penalized) > plain, (plain, penalized)
 
 
 def test_reply_ends_at_a_stop_token_after_min_tokens(server: RunningServer) -> None:
@@ -65,7 +65,7 @@ FIELDS = {
 }
 
 
-def test_seed_determines_tokens_with_drafts_and_cache(server: RunningServer) -> None:
+def test_seed_determines_the_tokens_despite_drafts_and_caching(server: RunningServer) -> None:
     prompt = PROMPT * 20
     first = answered(server, prompt=prompt, **FIELDS)["token_ids"]
     assert answered(server, prompt=prompt, **FIELDS)["token_ids"] == first

@@ -286,8 +286,8 @@ DEAF = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}\n{% endi
             [ASKED, HELLO],
             "leaves out the message with role user that begins with 'Weather",
         ),
-        ("gemma", [HELLO, ASKED], "the model's chat template refuses the messages: roles must alternate"),
-        ("mistral 3", [HELLO], "the model's chat template refuses the messages: roles must alternate"),
+        ("gemma", [HELLO, ASKED], "the model's chat template rejects the messages: roles must alternate"),
+        ("mistral 3", [HELLO], "the model's chat template rejects the messages: roles must alternate"),
     ],
 )
 def test_conversation_is_refused_when_every_rewrite_drops_a_message(

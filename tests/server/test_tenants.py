@@ -103,7 +103,7 @@ def test_request_does_not_wait_for_the_same_prefix_of_another_key(server: Runnin
     assert together(1, RED, RED) > 0 == together(2, RED, BLUE)
 
 
-def test_only_an_admin_key_reads_metrics_and_flushes() -> None:
+def test_only_an_admin_key_can_read_metrics_and_flush_the_cache() -> None:
     flags = ("--random-model", "--api-key", RED, "--admin-api-key", "boss")
     with running_server(*flags) as server, server.client(RED) as user, server.client("boss") as admin:
         for path in ("/metrics", "/dashboard", "/admin/weights"):

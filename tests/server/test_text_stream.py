@@ -143,7 +143,9 @@ def test_each_new_token_decodes_a_bounded_number_of_tokens(tokenizer: HuggingFac
 
 
 @pytest.mark.parametrize("split", [1, 2])
-def test_character_that_the_prompt_begins_is_part_of_the_reply(tokenizer: HuggingFaceTokenizer, split: int) -> None:
+def test_character_split_between_prompt_and_reply_is_part_of_the_reply(
+    tokenizer: HuggingFaceTokenizer, split: int
+) -> None:
     single = {tokenizer.bytes_of(token): token for token in reversed(range(tokenizer.vocab_size))}
     parts = [single.get(bytes([byte])) for byte in "日".encode()]
     if None in parts or tokenizer.detokenize(parts) != "日":
@@ -206,7 +208,7 @@ def test_replacement_characters_written_by_the_model_are_kept(tokenizer: Hugging
 
 
 @given(TEXTS)
-def test_streamed_pieces_join_to_the_text_without_split_characters(text: str) -> None:
+def test_streamed_pieces_concatenate_to_the_text_and_split_no_character(text: str) -> None:
     pieces = pieces_of(BYTES.tokenize(text), BYTES)
     assert "".join(pieces) == text
     assert sum(piece.count(REPLACEMENT) for piece in pieces) == text.count(REPLACEMENT)
@@ -215,12 +217,12 @@ def test_streamed_pieces_join_to_the_text_without_split_characters(text: str) ->
 @given(st.lists(st.integers(0, 300), max_size=200))
 @example([0xE2, 0x82] * 60)
 @example([0x80] * 90)
-def test_streamed_pieces_of_random_bytes_join_to_the_text(tokens: list[int]) -> None:
+def test_streamed_pieces_of_random_bytes_concatenate_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, BYTES)) == BYTES.detokenize(tokens)
 
 
 @given(st.lists(st.integers(0, 2047), max_size=80))
-def test_streamed_pieces_of_random_tokens_join_to_the_text(tokens: list[int]) -> None:
+def test_streamed_pieces_of_random_tokens_concatenate_to_the_text(tokens: list[int]) -> None:
     assert "".join(pieces_of(tokens, SHIPPED)) == SHIPPED.detokenize(tokens)
 
 

@@ -59,7 +59,9 @@ def test_prompts_being_tokenized_count_toward_the_queue_limit(server: FrontEnd, 
         connection.close()
 
 
-def test_api_key_with_many_prompts_delays_another_key_by_one_prompt(server: FrontEnd, tokenizer: SlowTokenizer) -> None:
+def test_api_key_with_many_prompts_delays_other_keys_by_one_prompt_at_most(
+    server: FrontEnd, tokenizer: SlowTokenizer
+) -> None:
     connections = [server.connection(slow(number)) for number in range(5)]
     wait_until(lambda: server.server.gate.num_inside == 5)
     connections.append(server.connection(request_bytes({"prompt": "x", "max_tokens": 1, "stream": True}, key=BLUE)))

@@ -24,7 +24,7 @@ def posted(server: RunningServer, path: str, **body: Any) -> dict[str, Any]:
     return reply.json()
 
 
-def test_tokenize_route_matches_a_completion_and_round_trips(server: RunningServer) -> None:
+def test_tokenize_route_returns_the_tokens_of_a_completion_prompt_and_round_trips(server: RunningServer) -> None:
     found = posted(server, "/tokenize", model=MODEL, prompt=TEXT)
     assert set(found) == {"count", "max_model_len", "tokens", "token_strs"} and found["token_strs"] is None
     assert found["count"] == len(found["tokens"]) and found["max_model_len"] == 4096
@@ -123,7 +123,7 @@ def test_ping_route_returns_the_same_status_as_health() -> None:
             assert httpx.request(method, f"{server.listening.url}/ping", timeout=60).status_code == 503
 
 
-def test_model_description_has_the_fields_of_vllms(server: RunningServer) -> None:
+def test_model_description_has_the_same_fields_as_in_vllm(server: RunningServer) -> None:
     with server.client() as http:
         (listed,) = http.get("/v1/models").json()["data"]
         assert listed == http.get(f"/v1/models/{MODEL}").json()
@@ -152,7 +152,7 @@ def test_tokenizer_info_route_describes_the_tokenizer_when_enabled(name: str, tm
     }
 
 
-def test_tokenizer_info_has_the_class_of_a_tokenizer_without_files() -> None:
+def test_tokenizer_info_reports_the_class_of_a_tokenizer_that_has_no_files() -> None:
     with front_end(describes_tokenizer=True) as server, server.client() as http:
         assert http.get("/tokenizer_info").json() == {"tokenizer_class": "ByteTokenizer", "chat_template": None}
 

@@ -1,4 +1,4 @@
-"""Running requests for tests of drafters: only their text matters."""
+"""Running requests for tests of drafters, which read only the text."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ def request_of(
     sampling: SamplingSettings | None = None,
     tenant: str = "",
 ) -> RunningRequest:
-    """Return a running request of this prompt and generated text."""
+    """Return a running request with these prompt and generated tokens."""
     tokens = np.array(prompt, dtype=np.int64)
     spec = RequestSpec(request_id, tokens, 1 << 30, sampling or SamplingSettings(), tenant)
     return RunningRequest(

@@ -1,4 +1,4 @@
-"""Simulated decode steps: times from a model's reads, and randomly right drafts."""
+"""Simulated decode steps, with step times estimated from a model's reads, and randomly accepted drafts."""
 
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -44,13 +44,13 @@ MODELS = {"8b": DENSE_8B, "nano": NANO_30B}
 
 
 def time_of(reads: StepReads, most: int = MOST) -> StepTime:
-    """Return the times of a model's steps on an H200."""
+    """Return the estimated step times of a model on an H200."""
     return StepTime(reads, GPU, 1 + most)
 
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """Tokens, drafts and time of some steps."""
+    """Number of tokens, number of drafts, and time of the simulated steps."""
 
     num_tokens: int
     seconds: float
@@ -58,7 +58,7 @@ class Simulated:
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.num_tokens / self.seconds
 
 
@@ -66,23 +66,23 @@ def simulate(
     policy: DraftPolicy | AllDrafts,
     time: StepTime,
     num_requests: int,
-    chance: Callable[[int], float],
+    probability: Callable[[int], float],
     *,
     num_steps: int,
     offers: float = 1.0,
     seed: int = 0,
 ) -> Simulated:
-    """Run steps of `num_requests` concurrent requests.
+    """Simulate steps with `num_requests` concurrent requests.
 
-    A step whose requests were all paused before it is overlapped; others wait for the host, with drafts or without, and
-    so does one that a request joins.
+    A step is overlapped if drafting was paused for all its requests before it, and no request joins. Other steps wait
+    for the host, with or without drafts.
 
     Args:
-        chance: Returns how likely the drafts of a request are right.
-        offers: Share of the requests with a draft.
+        probability: Function from a request id to the acceptance probability of its draft tokens.
+        offers: Fraction of the requests for which the drafter proposes tokens.
     """
     rng = random.Random(seed)
-    numbers, shadowed = count(), _ShadowDrafts(policy, chance, offers, rng)
+    numbers, shadowed = count(), _ShadowDrafts(policy, probability, offers, rng)
     requests = [_request(next(numbers)) for _ in range(num_requests)]
     num_tokens, seconds, num_drafted = 0, 0.0, 0
     joined = True
@@ -96,7 +96,7 @@ def simulate(
         seconds += time.device.drafts_s if waits and not any(counts) else 0.0
         policy.decide_next(requests, MOST)
         for request, drafted in zip(requests, counts, strict=True):
-            kept = _num_kept(rng, chance(request.request_id), drafted)
+            kept = _num_kept(rng, probability(request.request_id), drafted)
             if drafted:
                 policy.note(request.request_id, drafted, kept)
             request.computed += 1 + kept
@@ -110,16 +110,16 @@ def simulate(
 
 
 class _ShadowDrafts:
-    """Drafts of paused requests, decided one step after their right tokens are known."""
+    """Simulated shadow drafts of paused requests; each is evaluated once its outcome is known."""
 
     def __init__(
-        self, policy: DraftPolicy | AllDrafts, chance: Callable[[int], float], offers: float, rng: random.Random
+        self, policy: DraftPolicy | AllDrafts, probability: Callable[[int], float], offers: float, rng: random.Random
     ) -> None:
-        self._policy, self._chance, self._offers, self._rng = policy, chance, offers, rng
-        self._begun: dict[int, tuple[int, int]] = {}  # request -> right tokens, steps left
+        self._policy, self._probability, self._offers, self._rng = policy, probability, offers, rng
+        self._begun: dict[int, tuple[int, int]] = {}  # request id -> (number correct, steps until it is known)
 
     def compare(self, requests: Sequence[RunningRequest]) -> None:
-        """Update the planner as after a landed step."""
+        """Update the policy as the planner does after a step."""
         shadowed = self._policy.shadowed(requests)
         for request in shadowed:
             right, left = self._begun.pop(request.request_id, (0, 0))
@@ -129,20 +129,20 @@ class _ShadowDrafts:
             if left:
                 self._policy.note(request.request_id, MOST, right)
             if self._rng.random() < self._offers:
-                right = _num_kept(self._rng, self._chance(request.request_id), MOST)
+                right = _num_kept(self._rng, self._probability(request.request_id), MOST)
                 self._begun[request.request_id] = right, min(right + 1, MOST)
-        self._policy.resume_if_paying(shadowed, [MOST * (request.request_id in self._begun) for request in shadowed])
+        self._policy.resume_if_faster(shadowed, [MOST * (request.request_id in self._begun) for request in shadowed])
 
 
 def plain_steps(time: StepTime, num_requests: int, num_steps: int) -> Simulated:
-    """Run steps without drafts."""
+    """Simulate steps without drafts."""
     return simulate(NoDraftPolicy(time), time, num_requests, lambda _id: 0.0, num_steps=num_steps)
 
 
 class NoDraftPolicy(DraftPolicy):
-    """Never drafts."""
+    """Policy that never drafts."""
 
-    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
+    def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
         return [0] * len(requests)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
@@ -150,17 +150,17 @@ class NoDraftPolicy(DraftPolicy):
 
 
 class FixedCounts(AllDrafts):
-    """Drafts the same number in every step."""
+    """Policy that drafts the same number of tokens in every step."""
 
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def counts(self, requests: Sequence[RunningRequest], rooms: Sequence[int], budget: int) -> list[int]:
-        return [min(self._num_drafts, room) for room in rooms]
+    def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
+        return [min(self._num_drafts, room) for room in max_counts]
 
 
 def wider(time: StepTime, num_ranks: int) -> StepTime:
-    """Return the times of a rank that shares a model's experts with others."""
+    """Return the step times of a rank of a model whose experts are split across `num_ranks` ranks."""
     reads = replace(time.reads, num_experts=time.reads.num_experts // num_ranks, num_expert_ranks=num_ranks)
     return replace(time, reads=reads)
 
@@ -171,9 +171,9 @@ def _request(request_id: int) -> RunningRequest:
     return request
 
 
-def _num_kept(rng: random.Random, chance: float, num_drafted: int) -> int:
+def _num_kept(rng: random.Random, probability: float, num_drafted: int) -> int:
     kept = 0
-    while kept < num_drafted and rng.random() < chance:
+    while kept < num_drafted and rng.random() < probability:
         kept += 1
     return kept
 
@@ -181,7 +181,7 @@ def _num_kept(rng: random.Random, chance: float, num_drafted: int) -> int:
 def _with_new(
     requests: Sequence[RunningRequest], policy: DraftPolicy | AllDrafts, numbers: Iterator[int]
 ) -> Iterator[RunningRequest]:
-    """Yield the requests, each that has ended replaced by another request."""
+    """Yield the requests, with a new request in place of each that has ended."""
     for request in requests:
         if request.computed < 300 + REPLY:
             yield request

@@ -14,39 +14,45 @@ CHANCES = st.floats(0.0, 1.0)
 ROWS = st.lists(st.tuples(CHANCES, st.integers(0, 4)), min_size=1, max_size=4)
 
 
-def brute_expected(chances: list[float], counts: list[int]) -> float:
-    return sum(chance**number for chance, count in zip(chances, counts, strict=True) for number in range(count + 1))
+def brute_expected(probabilities: list[float], counts: list[int]) -> float:
+    return sum(
+        probability**number
+        for probability, count in zip(probabilities, counts, strict=True)
+        for number in range(count + 1)
+    )
 
 
 @given(ROWS)
-def test_expected_tokens_are_a_sum_of_probabilities(requests: list[tuple[float, int]]) -> None:
-    chances, counts = [min(chance, 0.999) for chance, _ in requests], [count for _, count in requests]
-    assert expected_tokens(np.array(chances), np.array(counts)) == pytest.approx(brute_expected(chances, counts))
+def test_expected_number_of_tokens_is_a_sum_of_acceptance_probabilities(requests: list[tuple[float, int]]) -> None:
+    probabilities, counts = [min(probability, 0.999) for probability, _ in requests], [count for _, count in requests]
+    assert expected_tokens(np.array(probabilities), np.array(counts)) == pytest.approx(
+        brute_expected(probabilities, counts)
+    )
 
 
 @given(ROWS, st.floats(0.1, 10), st.floats(0, 3), st.floats(0, 3))
-def test_draft_counts_respect_limits_and_beat_a_plain_step(
+def test_draft_counts_respect_limits_and_are_faster_than_no_drafts(
     requests: list[tuple[float, int]], plain: float, once: float, each: float
 ) -> None:
-    chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
-    counts = best_counts(chances, rooms, lambda total, most: plain + once + each * total, plain)
-    assert all(0 <= count <= room for count, room in zip(counts, rooms, strict=True))
+    probabilities, max_counts = [probability for probability, _ in requests], [room for _, room in requests]
+    counts = best_counts(probabilities, max_counts, lambda total, most: plain + once + each * total, plain)
+    assert all(0 <= count <= room for count, room in zip(counts, max_counts, strict=True))
     if any(counts):
-        tokens = brute_expected([min(chance, 0.999) for chance in chances], counts)
+        tokens = brute_expected([min(p, 0.999) for p in probabilities], counts)
         rate = tokens / (plain + once + each * sum(counts))
         assert rate > LEAST_GAIN * len(requests) / plain
 
 
 @given(ROWS, st.floats(0, 1), st.floats(0, 0.5))
 def test_draft_counts_are_nearly_optimal(requests: list[tuple[float, int]], once: float, each: float) -> None:
-    chances, rooms = [chance for chance, _ in requests], [room for _, room in requests]
+    probabilities, max_counts = [probability for probability, _ in requests], [room for _, room in requests]
 
     def rate(counts: list[int]) -> float:
         total = sum(counts)
-        return brute_expected(chances, counts) / (1 + (once + each * total if total else 0))
+        return brute_expected(probabilities, counts) / (1 + (once + each * total if total else 0))
 
-    best = max(rate(list(counts)) for counts in product(*(range(room + 1) for room in rooms)))
-    found = best_counts(chances, rooms, lambda total, most: 1 + once + each * total, 1.0)
+    best = max(rate(list(counts)) for counts in product(*(range(room + 1) for room in max_counts)))
+    found = best_counts(probabilities, max_counts, lambda total, most: 1 + once + each * total, 1.0)
     assert rate(found) >= 0.93 * best
 
 
@@ -55,12 +61,12 @@ def test_request_with_higher_acceptance_gets_more_drafts() -> None:
     assert counts[0] == 4 > counts[1] > counts[2] == 0
 
 
-def test_drafter_cost_is_that_of_the_longest_draft() -> None:
+def test_drafter_time_depends_on_the_longest_draft() -> None:
     seconds = {0: 1.0, 1: 1.3, 2: 1.6, 3: 9.0, 4: 9.0}
     assert max(best_counts([0.9] * 3, [4] * 3, lambda total, most: seconds[most], 1.0)) == 2
 
 
-@pytest.mark.parametrize("chance", [0.0, 1.0, math.nextafter(1.0, 0.0)])
-def test_probabilities_of_zero_and_one_are_supported(chance: float) -> None:
-    expected = [0] if chance == 0 else [3]
-    assert best_counts([chance], [3], lambda total, most: 1.2, 1.0) == expected
+@pytest.mark.parametrize("probability", [0.0, 1.0, math.nextafter(1.0, 0.0)])
+def test_acceptance_probabilities_of_zero_and_one_are_supported(probability: float) -> None:
+    expected = [0] if probability == 0 else [3]
+    assert best_counts([probability], [3], lambda total, most: 1.2, 1.0) == expected

@@ -1,4 +1,4 @@
-"""Properties of the plan of a step's drafts: which requests get drafts, refused answers, and remembered requests."""
+"""Properties of `DraftPlanner`: which requests get drafts, invalid proposals, and what it stores about requests."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ VOCAB = 10
 
 
 class CountingDrafter:
-    """Proposes the request's id, as often as requested, and records its calls."""
+    """Drafter that proposes the request's id for every draft token, and records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[int, int]]] = []
@@ -31,7 +31,7 @@ class CountingDrafter:
 
 
 class BrokenDrafter(CountingDrafter):
-    """Returns fixed drafts for any request."""
+    """Drafter that returns the same drafts for any requests."""
 
     def __init__(self, answer: list[Draft]) -> None:
         super().__init__()
@@ -42,17 +42,17 @@ class BrokenDrafter(CountingDrafter):
 
 
 def planner_of(drafter: Any, max_drafts: int, vocab_size: int = VOCAB) -> DraftPlanner:
-    """Return a planner whose policy drafts while drafts are right."""
+    """Return a planner whose policy drafts as long as drafts are accepted."""
     return DraftPlanner(drafter, max_drafts, vocab_size, DraftPolicy(time_of(DENSE_8B, max_drafts)))
 
 
 def limits_of(*limits: int) -> list[DraftLimit]:
-    """Return requests 1, 2, ... with these limits."""
+    """Return requests 1, 2, ... with these draft limits."""
     return [DraftLimit(request_of([0], request_id=index + 1), limit) for index, limit in enumerate(limits)]
 
 
 def learn(planner: DraftPlanner, limits: list[DraftLimit]) -> None:
-    """Run steps of two requests: the drafts of the first are wrong, those of the second right."""
+    """Run steps of two requests: all drafts of the first are rejected, and all drafts of the second are accepted."""
     wrong, right = (entry.request for entry in limits)
     for _ in range(20):
         for entry, draft in zip(limits, planner.plan(limits), strict=True):
@@ -60,21 +60,21 @@ def learn(planner: DraftPlanner, limits: list[DraftLimit]) -> None:
         planner.note_step([wrong, right])
 
 
-def test_drafter_is_called_once_for_the_requests_that_want_drafts() -> None:
+def test_drafter_is_called_once_for_all_requests_that_may_draft() -> None:
     drafter = CountingDrafter()
     drafts = planner_of(drafter, 3).plan(limits_of(2, 0, 3, 0))
     assert drafter.calls == [[(1, 2), (3, 3)]]
     assert [draft.tokens for draft in drafts] == [(1, 1), (), (3, 3, 3), ()]
 
 
-def test_drafter_is_not_called_if_no_request_wants_drafts() -> None:
+def test_drafter_is_not_called_if_no_request_may_draft() -> None:
     drafter = CountingDrafter()
     planner = planner_of(drafter, 3)
     assert planner.plan([]) == [] and planner.plan(limits_of(0, 0)) == [Draft(), Draft()]
     assert drafter.calls == []
 
 
-def test_draft_counts_follow_each_requests_own_acceptance() -> None:
+def test_draft_counts_follow_the_acceptance_rate_of_each_request() -> None:
     planner = planner_of(CountingDrafter(), 8)
     limits = limits_of(4, 4)
     requests = [entry.request for entry in limits]
@@ -82,7 +82,7 @@ def test_draft_counts_follow_each_requests_own_acceptance() -> None:
     assert planner.counts(requests, [8, 8], NO_LIMIT)[1] == 8 > 2 >= planner.counts(requests, [8, 8], NO_LIMIT)[0]
 
 
-def test_request_without_a_proposal_keeps_its_estimate() -> None:
+def test_request_without_a_proposal_keeps_its_acceptance_estimate() -> None:
     planner = planner_of(CountingDrafter(), 4)
     limits = limits_of(4, 0)
     requests = [entry.request for entry in limits]
@@ -91,13 +91,13 @@ def test_request_without_a_proposal_keeps_its_estimate() -> None:
         planner.note(requests[0], 4, 4)
         planner.note(requests[1], 0, 0)
         planner.note_step(requests)
-        planner.note(requests[0], 0, 0)  # of a step that was not planned
+        planner.note(requests[0], 0, 0)  # from a step that was not planned
     assert planner.counts(requests, [4, 4], NO_LIMIT) == [4, 4]
 
 
 @pytest.mark.parametrize("step_fails", [False, True])
 def test_drafting_pauses_after_a_step_without_proposals(step_fails: bool) -> None:
-    """Outcomes of the previous step, or of a failed one, do not count for this step."""
+    """Drafts of the previous step, or of a failed step, do not count as proposals for this step."""
 
     class OnceOnly(CountingDrafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -120,8 +120,8 @@ def test_planning_a_step_again_gives_the_same_drafts() -> None:
     assert planner.plan(limits_of(8, 3)) == planner.plan(limits_of(8, 3))
 
 
-def test_few_proposed_drafts_are_dropped_if_a_plain_step_is_faster() -> None:
-    """A captured step pads all requests to the most drafts: five times the tokens for those of one request."""
+def test_proposed_drafts_are_dropped_if_a_step_without_drafts_is_faster() -> None:
+    """A captured step pads every request to the most drafts: drafts of one request make it compute five times more."""
 
     class OneDraft(CountingDrafter):
         def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -142,7 +142,7 @@ def test_truncated_draft_keeps_the_distributions_of_its_tokens() -> None:
     assert torch.equal(draft.first(2).distributions, torch.eye(3, VOCAB)[:2])  # type: ignore[arg-type]
 
 
-def test_forgotten_request_loses_its_estimate() -> None:
+def test_forgotten_request_loses_its_acceptance_estimate() -> None:
     drafter = CountingDrafter()
     planner = planner_of(drafter, 8)
     limits = limits_of(4, 4)
@@ -192,12 +192,12 @@ def test_valid_drafts_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(("max_drafts", "vocab_size"), [(0, 5), (1, 0)])
-def test_draft_planner_sizes_below_one_are_refused(max_drafts: int, vocab_size: int) -> None:
+def test_max_drafts_or_vocab_size_below_one_is_refused(max_drafts: int, vocab_size: int) -> None:
     with pytest.raises(ValueError, match="must be at least 1, found 0"):
         planner_of(CountingDrafter(), max_drafts, vocab_size)
 
 
-def test_drafter_of_another_vocabulary_is_refused() -> None:
+def test_drafter_with_another_vocabulary_size_is_refused() -> None:
     class OwnVocabulary(CountingDrafter):
         vocab_size = VOCAB
 

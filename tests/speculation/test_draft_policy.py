@@ -1,4 +1,4 @@
-"""Properties of the draft policy's gains and costs, in simulated steps of dense models and of models with experts."""
+"""Gains and costs of the draft policy, in simulated steps of dense models and MoE models."""
 
 from functools import cache
 from itertools import pairwise
@@ -34,21 +34,21 @@ ROWS = [1, 8, 48]
 shadowed = pytest.mark.parametrize("shadows", [False, True], ids=["probes", "shadows"])
 
 
-def gain(model: str, num_requests: int, chance: float, policy: DraftPolicy | AllDrafts) -> float:
-    """Return the tokens per second with drafts, relative to those without."""
+def gain(model: str, num_requests: int, probability: float, policy: DraftPolicy | AllDrafts) -> float:
+    """Return the tokens per second with this policy, relative to no drafts."""
     time = time_of(MODELS[model])
-    with_drafts = simulate(policy, time, num_requests, lambda _id: chance, num_steps=NUM_STEPS)
+    with_drafts = simulate(policy, time, num_requests, lambda _id: probability, num_steps=NUM_STEPS)
     return with_drafts.speed / plain_steps(time, num_requests, NUM_STEPS).speed
 
 
 @cache
-def best_fixed(model: str, num_requests: int, chance: float) -> float:
-    """Return the gain of the best fixed number of drafts."""
-    return max(gain(model, num_requests, chance, FixedCounts(number)) for number in (1, 2, MOST))
+def best_fixed(model: str, num_requests: int, probability: float) -> float:
+    """Return the highest gain of any fixed number of drafts."""
+    return max(gain(model, num_requests, probability, FixedCounts(number)) for number in (1, 2, MOST))
 
 
 def policy_of(model: str, *, shadows: bool) -> DraftPolicy:
-    """Return a policy without any observations."""
+    """Return a new policy for this model."""
     return DraftPolicy(time_of(MODELS[model]), shadows=shadows)
 
 
@@ -56,30 +56,30 @@ def policy_of(model: str, *, shadows: bool) -> DraftPolicy:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
 def test_inaccurate_drafts_cost_at_most_2_percent(model: str, num_requests: int, shadows: bool) -> None:
-    for chance in (0.0, 0.02, 0.05):
-        found = gain(model, num_requests, chance, policy_of(model, shadows=shadows))
-        print(f"{model}, {num_requests} requests, right {chance:.0%}: {found:.4f} of no drafts")
+    for probability in (0.0, 0.02, 0.05):
+        found = gain(model, num_requests, probability, policy_of(model, shadows=shadows))
+        print(f"{model}, {num_requests} requests, right {probability:.0%}: {found:.4f} of no drafts")
         assert found >= (0.985 if shadows else 0.98)
 
 
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
-@pytest.mark.parametrize("chance", [0.15, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize("probability", [0.15, 0.3, 0.5, 0.7, 0.9])
 def test_adaptive_counts_gain_nearly_as_much_as_the_best_fixed_count(
-    model: str, num_requests: int, chance: float, shadows: bool
+    model: str, num_requests: int, probability: float, shadows: bool
 ) -> None:
-    fixed = best_fixed(model, num_requests, chance)
-    found = gain(model, num_requests, chance, policy_of(model, shadows=shadows))
+    fixed = best_fixed(model, num_requests, probability)
+    found = gain(model, num_requests, probability, policy_of(model, shadows=shadows))
     print(
-        f"{model}, {num_requests} requests, right {chance:.0%}: {found:.3f} of no drafts, best fixed number {fixed:.3f}"
+        f"{model}, {num_requests} requests, right {probability:.0%}: {found:.3f} of no drafts, best fixed {fixed:.3f}"
     )
     assert found >= (0.94 if shadows else 0.9) * max(1.0, fixed) and found >= 0.96
 
 
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
-def test_one_repetitive_request_drafts_among_others(model: str, shadows: bool) -> None:
+def test_drafting_for_one_accurate_request_among_others_is_worthwhile(model: str, shadows: bool) -> None:
     time, policy = time_of(MODELS[model]), policy_of(model, shadows=shadows)
     found = simulate(policy, time, 8, lambda request_id: 0.97 if request_id % 8 == 0 else 0.03, num_steps=NUM_STEPS)
     plain = plain_steps(time, 8, NUM_STEPS)
@@ -102,7 +102,7 @@ def test_drafter_slower_than_the_model_runs_only_in_trials() -> None:
     policy = DraftPolicy(time, lambda num_requests, most: most * time.seconds(num_requests, 0))
     found = simulate(policy, time, 4, lambda _id: 0.9, num_steps=NUM_STEPS)
     probes = found.num_drafted / (4 * TRIAL_DRAFTS)
-    assert NUM_STEPS / LONGEST_PAUSE - 1 <= probes <= NUM_STEPS / LONGEST_PAUSE + 3  # two or three at the start
+    assert NUM_STEPS / LONGEST_PAUSE - 1 <= probes <= NUM_STEPS / LONGEST_PAUSE + 3  # two or three more at the start
 
 
 def test_accurate_drafter_is_tried_until_its_accuracy_is_known() -> None:
@@ -145,14 +145,14 @@ def test_counts_decided_in_advance_ignore_later_outcomes() -> None:
             policy.note(request.request_id, 40, 40)
         policy.decide_next(requests, 4)
         for request in 20 * requests:
-            policy.note(request.request_id, 4, 0)  # by the step that ran in the meantime
+            policy.note(request.request_id, 4, 0)  # outcome of the step that ran in the meantime
         return policy
 
     landed, failed = foreseeing(), foreseeing()
     landed.note_step(requests, asked=True, drafted=True)
     assert landed.counts(requests, [4] * 3, NO_LIMIT) == [4, 4, 4]
     expected = [failed.counts(requests, [4] * 3, NO_LIMIT), failed.counts(requests[:2], [4] * 2, NO_LIMIT)]
-    assert expected == [[0, 0, 0], [0, 0]]  # of steps without counts decided ahead
+    assert expected == [[0, 0, 0], [0, 0]]  # counts without `decide_next`
     others = foreseeing()
     others.note_step(requests, asked=True, drafted=True)
     assert others.counts(requests[:2], [4] * 2, NO_LIMIT) == [0, 0]
@@ -163,7 +163,7 @@ def test_counts_decided_in_advance_ignore_later_outcomes() -> None:
     assert landed.counts(requests, [4] * 3, NO_LIMIT) == [0, 0, 0]
 
 
-def test_drafts_cut_by_a_budget_are_dropped_if_too_few_remain() -> None:
+def test_drafts_limited_by_the_budget_are_dropped_if_too_few_remain() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     requests = [request_of([0], request_id=index) for index in range(128)]
     for request in requests:
@@ -191,14 +191,14 @@ def test_expert_reads_count_tokens_of_all_expert_parallel_ranks() -> None:
     assert shared.reads.experts_hit(8) == pytest.approx(alone.reads.experts_hit(16) / 2)
 
 
-def test_requests_without_room_for_drafts_do_not_start_a_pause() -> None:
+def test_requests_that_may_not_draft_do_not_start_a_pause() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     requests = [request_of([0], request_id=index) for index in range(3)]
     assert policy.counts(requests, [0, 0, 0], NO_LIMIT) == [0, 0, 0] and not policy.stays_paused(requests)
     assert policy.counts(requests, [0, 4, 1], NO_LIMIT) == [0, 4, 1]
 
 
-def test_pause_applies_only_to_its_requests_and_ends() -> None:
+def test_pause_ends_and_applies_only_to_its_requests() -> None:
     time = time_of(MODELS["nano"])
     policy = DraftPolicy(time)
     requests = [request_of([0], request_id=index) for index in range(2)]
@@ -218,17 +218,17 @@ def test_pause_applies_only_to_its_requests_and_ends() -> None:
     stays_paused = [later - earlier for earlier, later in pairwise(steps)][-5:]
     print(f"steps with drafts: {steps}")
     assert stays_paused and len(set(stays_paused)) == 1 and SHORTEST_PAUSE <= stays_paused[0] <= LONGEST_PAUSE
-    assert policy.stays_paused(requests[:1]) == policy.stays_paused(requests)  # requests that leave end no rest
+    assert policy.stays_paused(requests[:1]) == policy.stays_paused(requests)  # the pause goes on when others leave
     assert not policy.stays_paused([*requests, request_of([0], request_id=9)])
 
 
 @pytest.mark.parametrize("policy", [AllDrafts(), DraftPolicy(time_of(NANO_30B))], ids=["all", "adaptive"])
 def test_step_without_requests_plans_no_drafts(policy: AllDrafts | DraftPolicy) -> None:
-    """Otherwise an idle rank would make the ranks that share its experts compute steps of full width."""
+    """Otherwise, an idle rank would make the other expert-parallel ranks compute steps with drafts."""
     assert policy.stays_paused([]) and policy.counts([], [], NO_LIMIT) == []
 
 
-def test_estimate_for_a_forgotten_request_is_reset() -> None:
+def test_acceptance_estimate_of_a_forgotten_request_is_reset() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     request = request_of([0], request_id=5)
     for _ in range(30):

@@ -1,4 +1,4 @@
-"""Properties of prompt lookup: the longest earlier match, however the text arrived."""
+"""Prompt lookup uses the longest earlier match, however the text was added to the index."""
 
 import time
 import weakref
@@ -30,7 +30,7 @@ def drafted_for(text: Sequence[int], num_tokens: int = 5, *, max_candidates: int
 
 
 def searched(text: list[int], num_tokens: int, min_match: int, max_match: int) -> tuple[int, ...]:
-    """Return the tokens after the longest earlier match of the text's end, found by trying every one."""
+    """Return the tokens after the longest earlier match of the text's end, by exhaustive search."""
     best_len, best_end = 0, 0
     for end in range(len(text) - 1, 0, -1):
         match_len = 0
@@ -88,17 +88,17 @@ def test_hash_collisions_do_not_change_drafts(text: list[int], min_match: int, m
 
 
 def test_match_may_reach_the_start_of_the_text() -> None:
-    # As long as the index's first arrays, where a look before the beginning finds the end, a 2 as wanted.
+    # The text fills the first arrays exactly, so an index of -1 would wrongly read the last token, a matching 2.
     others = list(range(100, 100 + prompt_lookup._SMALLEST_CAPACITY - 10))
     assert drafted_for([1, 2, 7, 5, 1, 2, 8, *others, 2, 1, 2], 1) == (8,)
 
 
-def test_repetition_at_the_end_is_continued() -> None:
+def test_repetition_at_the_end_of_the_text_is_continued() -> None:
     assert drafted_for([9, 1, 2, 3, 1, 2], 7) == (3, 1, 2, 3, 1, 2, 3)
     assert drafted_for([5, 5, 5], 4) == (5, 5, 5, 5)
 
 
-def test_longer_match_beats_a_more_recent_one() -> None:
+def test_longer_match_is_preferred_to_a_more_recent_one() -> None:
     assert drafted_for([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == (7,)
 
 
@@ -113,7 +113,7 @@ def test_only_the_most_recent_candidates_are_compared() -> None:
 
 
 @pytest.mark.parametrize("text", [[1], [1, 2], [1, 2, 3, 4], [1, 1]])
-def test_text_whose_ending_is_new_gets_no_draft(text: list[int]) -> None:
+def test_text_whose_last_tokens_are_new_gets_no_draft(text: list[int]) -> None:
     assert drafted_for(text) == ()
 
 
@@ -153,7 +153,7 @@ def test_restarted_request_gets_the_same_draft() -> None:
     assert drafted(drafter, request_of([1, 2, 3, 4], [1, 2])) == before == (3, 4, 1, 2, 3)
 
 
-def test_long_prompts_are_indexed_quickly_in_little_memory() -> None:
+def test_long_prompts_are_indexed_quickly_and_in_little_memory() -> None:
     request = request_of(np.random.default_rng(0).integers(0, 128_000, 1 << 17).tolist())
     drafter, seconds = PromptLookupDrafter(), []
     for _ in range(5):

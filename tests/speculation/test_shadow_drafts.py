@@ -1,4 +1,4 @@
-"""Properties of drafts that are compared with a request's own tokens."""
+"""Properties of shadow drafts, which are compared with the tokens that a request generates later."""
 
 from collections.abc import Sequence
 
@@ -42,7 +42,7 @@ def test_forgotten_request_has_no_shadow_draft() -> None:
 
 
 class KnowsTheReply:
-    """Proposes 7s, until it fails."""
+    """Drafter that proposes 7s, and raises if it is set to fail."""
 
     def __init__(self) -> None:
         self.num_calls, self.fails, self.forgotten = 0, False, 0
@@ -58,7 +58,7 @@ class KnowsTheReply:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_drafting_resumes_when_shadow_drafts_are_right(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_drafting_resumes_when_shadow_drafts_are_correct(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     drafter, request = KnowsTheReply(), request_of([5])
     planner = DraftPlanner(drafter, 4, 10, DraftPolicy(time_of(NANO_30B), shadows=True))
 
@@ -68,7 +68,7 @@ def test_drafting_resumes_when_shadow_drafts_are_right(fails: bool, caplog: pyte
         planner.note_step([request])
         return count > 0
 
-    for _ in range(40):  # wrong ones, verified by steps
+    for _ in range(40):  # rejected drafts in verified steps
         planner._policy.note(0, 4, 0)
     assert not any(step(1) for _ in range(50)) and planner.stays_paused([request])
     asked, drafter.fails = drafter.num_calls, fails
@@ -76,5 +76,5 @@ def test_drafting_resumes_when_shadow_drafts_are_right(fails: bool, caplog: pyte
     drafted = [step(7) for _ in range(60)]
     print(f"asked {asked} and {drafter.num_calls - asked} times; steps with drafts: {sum(drafted)} of 60")
     assert any(drafted) == (not fails)
-    assert drafter.forgotten == (len(drafted) - 3 if fails else 0)  # once each time, after the draft that was open
-    assert len(caplog.messages) == (6 if fails else 0)  # the first, second, fourth, ... time
+    assert drafter.forgotten == (len(drafted) - 3 if fails else 0)  # once per failed call
+    assert len(caplog.messages) == (6 if fails else 0)  # failures 1, 2, 4, 8, ... are logged

@@ -1,4 +1,4 @@
-"""A collective maximum between ranks that are threads of one process."""
+"""A collective maximum for tests in which ranks are threads of one process."""
 
 import threading
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ PATIENCE_S = 20
 
 
 class Meeting:
-    """Computes the maximum of each number over the ranks."""
+    """Collective that returns the element-wise maximum of the ranks' numbers."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks

@@ -1,4 +1,4 @@
-"""Running requests of a step, and their layout."""
+"""Running requests for tests of a step's layout."""
 
 import random
 
@@ -34,7 +34,7 @@ def running_request(
     num_drafts: int = 0,
     accepted: int = 1,
 ) -> RunningRequest:
-    """Return a request whose tokens, blocks and slots all follow from its index and are distinct."""
+    """Return a request with tokens, blocks and slots that follow from its index and differ from other requests'."""
     num_blocks = -(-(prompt_len + num_generated + num_drafts) // BLOCK)
     prompt = np.arange(prompt_len, dtype=np.int64) + 1000 * index
     spec = RequestSpec(index, prompt, 10_000, sampling or SamplingSettings(top_k=1))

@@ -1,4 +1,4 @@
-"""The layout of a step against a walk over every token."""
+"""The layout of a step equals a reference that is computed token by token."""
 
 import random
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,7 @@ def random_requests(seed: int) -> list[RunningRequest]:
 
 @dataclass(slots=True)
 class Expected:
-    """Contents of a step, by a walk over the requests, token by token."""
+    """Expected contents of a step, computed request by request and token by token."""
 
     ids: list[int] = field(default_factory=list)
     positions: list[int] = field(default_factory=list)
@@ -109,7 +109,7 @@ def walk(requests: list[RunningRequest]) -> Expected:
 
 
 def walk_prefill_token(request: RunningRequest, position: int, request_index: int, expected: Expected) -> None:
-    """Extend the request's chunk by a token, or begin one after each absolute multiple of the chunk size."""
+    """Append a token to the request's current chunk; start a new chunk at each absolute multiple of the chunk size."""
     if position == request.computed or position % SSM_CHUNK == 0:
         start = expected.chunks[-1][1] if expected.chunks else 0
         expected.chunks.append((start, start, request_index, PAD_SLOT))
@@ -123,7 +123,7 @@ def ints(tensor: Tensor) -> list[int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_step_layout_equals_a_loop_over_its_tokens(device: str, seed: int) -> None:
+def test_step_layout_equals_a_token_by_token_reference(device: str, seed: int) -> None:
     requests = random_requests(seed)
     batch, expected = lay_out(requests, device), walk(requests)
     assert batch.requests == tuple(requests)
@@ -150,7 +150,7 @@ def test_step_layout_equals_a_loop_over_its_tokens(device: str, seed: int) -> No
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_prefill_layout_equals_a_loop_over_its_tokens(device: str, seed: int) -> None:
+def test_prefill_layout_equals_a_token_by_token_reference(device: str, seed: int) -> None:
     requests = random_requests(seed)
     prefill, expected = lay_out(requests, device).prefill, walk(requests)
     if not expected.final_slots:
@@ -186,7 +186,7 @@ def test_decode_layout_has_the_draft_slots_and_state_of_each_request(device: str
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_state_copy_layout_has_the_slot_reserved_by_each_request(device: str, seed: int) -> None:
+def test_align_copy_targets_are_the_slots_reserved_by_requests(device: str, seed: int) -> None:
     requests = random_requests(seed)
     decode = [request for request in requests if not request.is_prefilling]
     batch = lay_out(requests, device)
@@ -204,7 +204,7 @@ def test_state_copy_layout_has_the_slot_reserved_by_each_request(device: str, se
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_state_copy_layout_copies_only_to_reserved_positions(device: str, seed: int) -> None:
+def test_align_copy_copies_states_only_at_reserved_positions(device: str, seed: int) -> None:
     for request in random_requests(seed):
         align = lay_out([request], device).align
         if align is None:
@@ -221,7 +221,7 @@ def test_state_copy_layout_copies_only_to_reserved_positions(device: str, seed: 
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_step_computes_logits_for_last_tokens_and_before_each_draft(device: str, seed: int) -> None:
+def test_step_computes_logits_of_last_tokens_and_of_tokens_before_drafts(device: str, seed: int) -> None:
     requests = random_requests(seed)
     logits, expected = lay_out(requests, device).logits, walk(requests).logits
     assert ints(logits.tokens) == [token for token, _, _ in expected]
@@ -235,7 +235,7 @@ def test_step_computes_logits_for_last_tokens_and_before_each_draft(device: str,
 
 @pytest.mark.parametrize("draws_ratios", [False, True])
 @pytest.mark.parametrize("seed", range(60))
-def test_each_logit_row_has_its_requests_sampling_settings_and_uniform(
+def test_each_logits_row_has_the_settings_and_random_number_of_its_request(
     device: str, seed: int, draws_ratios: bool
 ) -> None:
     requests = random_requests(seed)
@@ -296,7 +296,7 @@ def test_step_tensors_have_the_dtypes_expected_by_model_and_kernels(device: str)
 @pytest.mark.parametrize(
     ("computed", "source_slot", "initial"), [(0, None, PAD_SLOT), (8, 7, 7), (8, None, 51), (3, None, 51)]
 )
-def test_prefill_starts_from_no_state_a_cached_one_or_its_own(
+def test_prefill_reads_its_initial_state_from_the_cached_or_live_slot(
     device: str, computed: int, source_slot: int | None, initial: int
 ) -> None:
     request = running_request(1, prompt_len=20, computed=computed, scheduled=20 - computed, source_slot=source_slot)
@@ -305,14 +305,14 @@ def test_prefill_starts_from_no_state_a_cached_one_or_its_own(
     assert (ints(prefill.initial_slots), ints(prefill.final_slots)) == ([initial], [51])
 
 
-def test_kv_of_tokens_in_shared_blocks_goes_to_the_dummy_block(device: str) -> None:
+def test_kv_of_tokens_in_shared_blocks_is_written_to_the_dummy_block(device: str) -> None:
     request = running_request(1, prompt_len=20, computed=8, scheduled=12, num_shared=2, source_slot=7)
     batch = lay_out([request], device)
     assert ints(batch.token_blocks) == [DUMMY] * 8 + [22] * 4
     assert ints(batch.attention.block_table[0, :3]) == [20, 21, 22]
 
 
-def test_prefill_writes_states_at_reserved_positions_to_their_slots(device: str) -> None:
+def test_prefill_writes_states_at_reserved_positions_to_the_reserved_slots(device: str) -> None:
     requests = [decoding(0), running_request(1, prompt_len=30, computed=3, scheduled=21, reserved={8: 70, 24: 71})]
     prefill = lay_out(requests, device).prefill
     assert prefill is not None
@@ -320,20 +320,20 @@ def test_prefill_writes_states_at_reserved_positions_to_their_slots(device: str)
     assert ints(prefill.chunk_slots) == [PAD_SLOT, 70, PAD_SLOT, PAD_SLOT, PAD_SLOT, 71]
 
 
-def test_reserved_position_that_is_no_chunk_end_raises(device: str) -> None:
+def test_reserved_position_that_is_not_the_end_of_a_chunk_raises(device: str) -> None:
     request = running_request(1, prompt_len=30, computed=0, scheduled=20, reserved={6: 70})
     with pytest.raises(CacheIntegrityError, match="no chunk ends at packed position 6"):
         lay_out([request], device)
 
 
-def test_step_buffers_hold_the_largest_prefill_step(device: str) -> None:
+def test_step_buffers_are_large_enough_for_the_largest_prefill_step(device: str) -> None:
     requests = [running_request(index, prompt_len=62, computed=3, scheduled=32) for index in range(8)]
     batch = lay_out(requests, device)
     assert batch.num_tokens == LIMITS.max_tokens
     assert batch.prefill is not None and len(batch.prefill.chunk_requests) == 8 * 9
 
 
-def test_step_buffers_hold_the_most_drafts_of_max_requests(device: str) -> None:
+def test_step_buffers_are_large_enough_for_max_requests_with_max_drafts(device: str) -> None:
     requests = [decoding(index, num_drafts=MOST_DRAFTS) for index in range(LIMITS.max_requests)]
     logits = lay_out(requests, device).logits
     assert len(logits.tokens) == LIMITS.max_logits == LIMITS.max_requests * (1 + MOST_DRAFTS)
@@ -342,7 +342,7 @@ def test_step_buffers_hold_the_most_drafts_of_max_requests(device: str) -> None:
 def test_step_with_fewer_drafts_has_no_slots_of_the_previous_step(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     before = lay_out_step([decoding(0, num_drafts=5, reserved={8: 70})], buffers, GEOMETRY)
-    assert len(ints(before.positions)) == 6  # read back, so that the host side may be written again
+    assert len(ints(before.positions)) == 6  # wait for the copy, so that the host buffer may be overwritten
     batch = lay_out_step([decoding(1), decoding(2, accepted=3)], buffers, GEOMETRY)
     assert batch.decode is not None and batch.align is None
     empty = [PAD_SLOT] * MOST_DRAFTS
@@ -356,7 +356,7 @@ def test_step_without_drafts_has_one_state_slot_per_request(device: str) -> None
     assert batch.decode is not None and ints(batch.decode.columns) == [[50], [51]]
 
 
-def test_step_layout_has_no_data_of_the_previous_step(device: str) -> None:
+def test_step_layout_contains_no_data_of_the_previous_step(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     lay_out_step(random_requests(1), buffers, GEOMETRY)
     requests = random_requests(2)
@@ -370,7 +370,7 @@ def test_step_layout_has_no_data_of_the_previous_step(device: str) -> None:
             assert ints(getattr(second.prefill, name)) == ints(getattr(alone.prefill, name))
 
 
-def test_step_tensors_are_views_of_its_buffers(device: str) -> None:
+def test_step_tensors_are_views_of_the_step_buffers(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     batch = lay_out_step([decoding(0), running_request(1, prompt_len=9, computed=0, scheduled=9)], buffers, GEOMETRY)
     assert batch.token_blocks.data_ptr() == buffers.device("token_blocks").data_ptr()

@@ -1,4 +1,4 @@
-"""Properties of the one buffer that a step sends."""
+"""Properties of the buffer with a step's inputs, which is copied to the device."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ LIMITS = StepLimits(
 
 
 def fill(buffers: StepBuffers, first: int) -> None:
-    """Give every host element a distinct value."""
+    """Write a distinct value to every element of the host buffer."""
     for name in StepBuffers.SECTIONS:
         section = buffers.host(name)
         section[:] = np.arange(first, first + len(section))
@@ -51,7 +51,7 @@ def test_every_step_buffer_section_is_copied_to_the_device(device: str) -> None:
 
 
 @pytest.mark.parametrize("num_requests", range(LIMITS.max_requests + 1))
-def test_block_table_rows_of_unused_requests_are_not_copied(device: str, num_requests: int) -> None:
+def test_unused_block_table_rows_are_not_copied_to_the_device(device: str, num_requests: int) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(num_requests)
@@ -63,7 +63,7 @@ def test_block_table_rows_of_unused_requests_are_not_copied(device: str, num_req
     assert sent == expected
 
 
-def test_later_copy_leaves_block_table_rows_of_unused_requests_unchanged(device: str) -> None:
+def test_step_with_fewer_requests_leaves_other_block_table_rows_unchanged(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     fill(buffers, first=1)
     buffers.send(LIMITS.max_requests)
@@ -90,7 +90,7 @@ def test_step_buffer_addresses_never_change(device: str) -> None:
     assert len(set(before[:-1])) == len(before) - 1
 
 
-def test_step_buffers_are_sent_in_one_copy(device: str) -> None:
+def test_step_buffers_are_copied_to_the_device_in_one_transfer(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     buffers.send(3)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -98,7 +98,7 @@ def test_step_buffers_are_sent_in_one_copy(device: str) -> None:
     assert [event.name for event in profile.events()].count("aten::copy_") == 1
 
 
-def test_device_views_taken_before_a_copy_show_its_values(device: str) -> None:
+def test_device_views_show_values_that_are_copied_later(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     ids, table = buffers.device_int64("token_ids"), buffers.device_block_table()
     fill(buffers, first=1)
@@ -116,7 +116,7 @@ def test_draft_slots_of_a_request_are_contiguous(device: str) -> None:
     assert buffers.device("columns").tolist() == list(range(15))
 
 
-def test_step_buffers_keep_the_bits_of_floats(device: str) -> None:
+def test_floats_in_step_buffers_are_copied_bit_exactly(device: str) -> None:
     buffers = StepBuffers(LIMITS, device)
     temperature = np.array([0.0, 1.0, 1e-30, 3.14159, np.inf], np.float32)
     uniforms = np.array([0.0, 0.5, 2.0**-53, 1 - 2.0**-53, 1 / 3])

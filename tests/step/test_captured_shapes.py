@@ -1,4 +1,4 @@
-"""The captured shapes, and the choice of a step's shape."""
+"""The captured shapes, and how a step's shape is chosen from them."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from tests.step.step_requests import running_request
 
 
 def shapes_of_few(most_tokens: int, max_requests: int, max_tokens: int = 8192) -> list[StepShape]:
-    """Return the shapes of few prompts."""
+    """Return the captured shapes for few prefill requests."""
     shapes = prefill_shapes(most_tokens, max_requests, max_tokens, most_tokens)
     return [shape for shape in shapes if shape.num_prefill_requests == min(4, max_requests)]
 
@@ -58,7 +58,7 @@ def test_verify_shape_with_a_slow_gemm_size_gets_one_more_request(
 
 
 @pytest.mark.parametrize("max_requests", [32, 64, 72, 100, 256])
-def test_mixed_shapes_have_two_numbers_of_decoding_requests(max_requests: int) -> None:
+def test_mixed_shapes_have_two_different_numbers_of_decode_requests(max_requests: int) -> None:
     shapes = prefill_shapes(1024, max_requests, 8192, 1024)
     some, most = sorted({shape.num_decode_requests for shape in shapes if shape.num_prefill_requests == 4} - {0})
     assert some % 2 == 1 and max_requests // 8 - 1 <= some <= max_requests // 8 and most == max_requests - 1
@@ -86,7 +86,7 @@ def test_no_prefill_shape_has_a_token_total_with_slow_gemms(max_requests: int) -
     assert {64, 128, 256, 351, 384, 447, 512, 639, 768, 895, 1024} <= set(sizes)
 
 
-def test_largest_prefill_chunks_have_shapes_with_and_without_decoding() -> None:
+def test_largest_prefill_chunks_have_shapes_with_and_without_decode_requests() -> None:
     shapes = shapes_of_few(8192, 64)
     largest = {shape.num_decode_requests: shape.num_prefill_tokens for shape in shapes}
     assert largest == {0: 8192, 7: 8192 - 7, 63: 8192 - 63}
@@ -94,22 +94,22 @@ def test_largest_prefill_chunks_have_shapes_with_and_without_decoding() -> None:
     assert sizes[-6:] == [3584, 4096, 5120, 6144, 7168, 8192]
     longer = [shape.num_prefill_tokens for shape in shapes_of_few(16_000, 64, 10**6) if not shape.num_decode_requests]
     assert longer[-5:] == [8192, 10_240, 12_288, 14_336, 16_000]
-    assert prefill_shapes(3, 8, 64, 3) == [] and prefill_shapes(64, 8, 3, 64) == []  # four prompts have no room
+    assert prefill_shapes(3, 8, 64, 3) == [] and prefill_shapes(64, 8, 3, 64) == []  # too small for four prompts
 
 
-def test_captured_sizes_close_to_others_are_left_out() -> None:
+def test_token_counts_close_to_another_captured_count_are_omitted() -> None:
     sizes = [shape.num_prefill_tokens for shape in shapes_of_few(4096, 72) if shape.num_decode_requests == 71]
     assert 384 in sizes and 447 - 71 not in sizes and 351 - 71 in sizes
     assert [shape.num_prefill_tokens for shape in shapes_of_few(360, 1)] == [64, 128, 256, 360]
 
 
 @pytest.mark.parametrize("most_tokens", [4, 64, 65, 351, 352, 1024, 1793, 2048, 2049])
-def test_no_captured_shape_exceeds_the_requested_prompt_tokens(most_tokens: int) -> None:
+def test_largest_captured_shape_has_the_maximum_number_of_prompt_tokens(most_tokens: int) -> None:
     sizes = [shape.num_prefill_tokens for shape in shapes_of_few(most_tokens, 4) if not shape.num_decode_requests]
     assert sizes == sorted(set(sizes)) and sizes[-1] == most_tokens
 
 
-def test_step_uses_a_captured_shape_of_its_kind_or_none() -> None:
+def test_step_uses_only_captured_shapes_of_its_own_kind() -> None:
     shapes = decode_shapes(3, 8, 2, 256) + prefill_shapes(100, 8, 256, 100)
     decoding = running_request(0, prompt_len=1, computed=1, scheduled=1, num_generated=1)
     drafting = running_request(0, prompt_len=1, computed=1, scheduled=3, num_generated=1, num_drafts=2)
@@ -136,7 +136,7 @@ def test_every_step_within_the_limits_has_a_captured_shape(data: st.DataObject) 
     most_tokens = data.draw(st.sampled_from([512, 1000, 4096, 8192]))
     most_launched = data.draw(st.sampled_from([300, 1741, 4655, 21_600]))
     num_prefill = data.draw(st.integers(1, min(max_requests, 32)))
-    is_shared = data.draw(st.booleans())  # then another rank's requests may be those that decode
+    is_shared = data.draw(st.booleans())  # with other ranks, whose requests may be the ones that decode
     num_decode = data.draw(st.integers(0, max_requests if is_shared else max_requests - num_prefill))
     most = most_tokens if num_prefill <= 4 else min(most_tokens, most_launched)
     num_tokens = data.draw(st.integers(num_prefill, most))
@@ -176,7 +176,7 @@ def test_few_shapes_are_captured_for_steps_with_many_prompts(max_requests: int, 
 
 
 @given(st.data())
-def test_draft_models_have_captured_shapes_without_decoding(data: st.DataObject) -> None:
+def test_draft_models_have_captured_shapes_without_decode_requests(data: st.DataObject) -> None:
     max_requests = data.draw(st.integers(1, 300))
     max_tokens = data.draw(st.sampled_from([max_requests, max_requests + 1, 4 * max_requests, 8192]))
     config = CacheConfig(

@@ -31,7 +31,7 @@ def send_anew(requests: list[RunningRequest], buffers: StepBuffers, shape: StepS
 def send(
     requests: list[RunningRequest], buffers: StepBuffers, shape: StepShape, last: DecodeStep | None
 ) -> tuple[DecodeStep | None, bool]:
-    """Send a step incrementally if possible; return the base of the next step, and True if it was incremental."""
+    """Send a step, incrementally if possible; return the sent step, and True if it was incremental."""
     if last is not None and last.continues(requests, buffers, GEOMETRY.block_size):
         return send_again(last, requests, buffers, GEOMETRY.block_size, shape.num_requests), True
     send_anew(requests, buffers, shape)
@@ -43,7 +43,7 @@ def same(buffers: StepBuffers, expected: StepBuffers) -> bool:
 
 
 def advance(request: RunningRequest, draw: random.Random, num_drafts: int = 0) -> None:
-    """Finish the request's step and schedule the next one with some drafts, like an engine."""
+    """Finish the request's step, and schedule its next step with up to `num_drafts` drafts, as an engine does."""
     kept = draw.randrange(1, request.scheduled + 1)
     request.generated += [draw.randrange(1000) for _ in range(kept)]
     request.computed += kept
@@ -56,7 +56,7 @@ def advance(request: RunningRequest, draw: random.Random, num_drafts: int = 0) -
 
 
 def disturb(requests: list[RunningRequest], shape: StepShape, draw: random.Random) -> None:
-    """Make a change that no incremental step may follow."""
+    """Make a change after which the next step must not be incremental."""
     request = draw.choice(requests)
     change = draw.randrange(7)
     if change == 0 and shape.width > 1:
@@ -75,7 +75,7 @@ def disturb(requests: list[RunningRequest], shape: StepShape, draw: random.Rando
         requests.remove(request)
     elif change == 4 and len(requests) < shape.num_decode_requests:
         requests.append(decoding(len(requests), prompt_len=draw.randrange(1, 20), num_generated=draw.randrange(1, 5)))
-    elif change == 5:  # as when live states are looked at between steps
+    elif change == 5:  # as when live states are read between steps
         request.cursor.resolved, request.cursor.accepted = request.computed, 1
     else:
         draw.shuffle(requests)
@@ -101,7 +101,7 @@ def test_incrementally_updated_step_equals_a_new_layout(
     for _ in range(60):
         if draw.random() < 0.1:
             disturb(requests, shape, draw)
-        if draw.random() < 0.05:  # a step of another shape, or without one
+        if draw.random() < 0.05:  # a step with another shape, or without a graph
             for each in (buffers, expected):
                 lay_out_step(requests[:1], each, GEOMETRY)
         last, was_quick = send(requests, buffers, shape, last)
@@ -128,7 +128,7 @@ def test_step_is_laid_out_anew_when_it_does_not_continue_the_last_step(device: s
         assert last.continues(requests, buffers, GEOMETRY.block_size)
     if change == "another request":
         requests[1] = decoding(1, prompt_len=3, num_generated=2)
-    elif change == "another step":  # of requests in other blocks, as far as these were
+    elif change == "another step":  # of other requests, at the last step's positions
         lay_out_step([decoding(index, prompt_len=3) for index in range(2)], buffers, GEOMETRY)
         assert buffers.host("computed")[:2].tolist() == [request.computed - 1 for request in requests]
     elif change == "a prompt to prefill":
@@ -140,7 +140,7 @@ ENDING = SamplingSettings(top_k=1, termination_id=3)
 
 
 def reserve_ahead(requests: list[RunningRequest], draw: random.Random) -> None:
-    """Reserve what requests need in the next step, like an engine; some boundaries get no slot."""
+    """Reserve blocks and slots for the next step, as an engine does; some boundaries get no slot."""
     for request in requests:
         if request.computed + 1 == len(request.block_ids) * BLOCK:
             request.block_ids.append(BlockId(draw.randrange(50)))
@@ -149,7 +149,7 @@ def reserve_ahead(requests: list[RunningRequest], draw: random.Random) -> None:
 
 
 def keep(requests: list[RunningRequest], tokens: list[int]) -> None:
-    """Append each request's token; publish the boundaries that it reached."""
+    """Append each request's token, and publish the boundaries that the request has reached."""
     for request, token in zip(requests, tokens, strict=True):
         request.generated.append(token)
         request.computed += 1
@@ -158,7 +158,7 @@ def keep(requests: list[RunningRequest], tokens: list[int]) -> None:
 
 
 def publish(requests: list[RunningRequest], draw: random.Random) -> None:
-    """Publish the blocks that requests have completed; another request may have published one before."""
+    """Publish the completed blocks; sometimes, another request has published a block with the same tokens before."""
     for request in requests:
         if request.computed % BLOCK == 0 and draw.random() < 0.5:
             request.block_ids[request.computed // BLOCK - 1] = BlockId(draw.randrange(50))
@@ -188,14 +188,14 @@ def test_next_step_is_launched_early_only_if_all_requests_continue(device: str, 
             num_on += 1
             reserve_ahead(requests, draw)
             send_next(last, buffers, BLOCK, SHAPES[0].num_requests)
-            assert not last.can_launch_next(requests, tokens, buffers)  # another was sent since
+            assert not last.can_launch_next(requests, tokens, buffers)  # another step was sent since
     assert num_on >= 3
 
 
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("fold_len", [0, 4])
 def test_steps_launched_early_equal_a_new_layout(device: str, fold_len: int, seed: int) -> None:
-    """Cross boundaries: new blocks, reserved slots, and completed blocks that are cached already."""
+    """Steps cross boundaries: with new blocks, reserved slots, and completed blocks that others have published."""
     draw, limits = random.Random(seed), replace(LIMITS, fold_len=fold_len)
     samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
     requests = [
@@ -216,7 +216,7 @@ def test_steps_launched_early_equal_a_new_layout(device: str, fold_len: int, see
             buffers.feed(torch.tensor(tokens))
             keep(requests, tokens)
             send_anew(requests, expected, SHAPES[0])
-            publish(requests, draw)  # it lands when the next step runs already
+            publish(requests, draw)  # the step lands while the next one runs
             num_next += 1
         else:
             keep(requests, tokens)
@@ -244,7 +244,9 @@ def test_steps_launched_early_equal_a_new_layout(device: str, fold_len: int, see
     ],
     ids=["stop words", "penalties", "log-probs"],
 )
-def test_step_is_updated_incrementally_with_any_requested_outputs(device: str, spec: dict[str, object]) -> None:
+def test_stop_strings_penalties_and_log_probs_do_not_prevent_overlapped_steps(
+    device: str, spec: dict[str, object]
+) -> None:
     requests = [decoding(0), decoding(1)]
     requests[1].spec = replace(requests[1].spec, **spec)  # type: ignore[arg-type]
     buffers = StepBuffers(LIMITS, device)
@@ -253,4 +255,4 @@ def test_step_is_updated_incrementally_with_any_requested_outputs(device: str, s
     assert last is not None and last.can_launch_next(requests, [1, 1], buffers)
     has_stop_word = bool(requests[1].spec.sampling.stop_words)
     assert last.can_launch_next(requests, [6, 5], buffers)
-    assert last.can_launch_next(requests, [5, 6], buffers) is not has_stop_word  # the word may be complete
+    assert last.can_launch_next(requests, [5, 6], buffers) is not has_stop_word  # token 6 may complete the stop string

@@ -1,4 +1,4 @@
-"""The thread that watches a shared cache directory: its listings and their times."""
+"""The thread that watches a shared cache directory: when it lists the directory, and what it finds."""
 
 import threading
 import time
@@ -15,7 +15,7 @@ WAIT_S = 10.0
 
 
 class Directory:
-    """Entries, and the time of the last change; `late` ones come right after a listing, within the same timestamp."""
+    """Fake directory with entries and a change time; `late` entries appear after a listing, with the same timestamp."""
 
     def __init__(self) -> None:
         self.names: list[EntryName] = []
@@ -73,7 +73,7 @@ def test_unchanged_cache_directory_is_listed_only_a_few_times(watch: _Watch, dir
     assert directory.num_lists == _LOOKS_AFTER_A_CHANGE
 
 
-def test_new_disk_entries_are_found_once(watch: _Watch, directory: Directory) -> None:
+def test_new_disk_entries_are_reported_once(watch: _Watch, directory: Directory) -> None:
     wait_until(lambda: directory.num_looks > _LOOKS_AFTER_A_CHANGE)
     watch.take()
     directory.add(entry(1))
@@ -83,12 +83,12 @@ def test_new_disk_entries_are_found_once(watch: _Watch, directory: Directory) ->
     assert not watch.take()
 
 
-def test_disk_entry_with_the_last_change_time_is_found(watch: _Watch, directory: Directory) -> None:
+def test_disk_entry_written_within_the_same_timestamp_is_found(watch: _Watch, directory: Directory) -> None:
     directory.add(entry(1), entry(2))
     wait_until(lambda: entry(2) in watch.take())
 
 
-def test_no_new_disk_entry_is_lost_while_entries_are_read(watch: _Watch, directory: Directory) -> None:
+def test_no_disk_entry_written_during_a_listing_is_lost(watch: _Watch, directory: Directory) -> None:
     found: set[EntryName] = set()
     for key in range(1, 200):
         directory.add(entry(key))

@@ -1,4 +1,4 @@
-"""Exchanges of a failed forward are not repeated when the step completes."""
+"""Exchanges that a failed forward pass has made are not repeated when the step is completed with padding."""
 
 from types import SimpleNamespace
 
@@ -13,12 +13,12 @@ OF_PEER = 7.0
 
 
 class Failed(Exception):
-    """The error raised within a forward."""
+    """Error raised in a forward pass."""
 
 
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Act as a second rank, whose tokens are all real and whose values are `OF_PEER`; collect the exchanges."""
+    """Simulate a second rank with real tokens and the values `OF_PEER`; return the list of exchanges made."""
     calls: list[str] = []
 
     def all_gather(out: torch.Tensor, x: torch.Tensor, group: object) -> None:
@@ -36,7 +36,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def forward(exchange: ExpertExchange, batch: SimpleNamespace, fails_after: int | None = None) -> list[torch.Tensor]:
-    """Compute two layers of experts; return the real tokens of each. It may fail before an exchange."""
+    """Compute two MoE layers; return the mask of real tokens of each. Raise before the exchange `fails_after`."""
     found = []
     num_left = [fails_after]
 
@@ -59,7 +59,7 @@ def forward(exchange: ExpertExchange, batch: SimpleNamespace, fails_after: int |
 
 
 @pytest.mark.parametrize("fails_after", range(5))
-def test_resumed_forward_pass_repeats_no_expert_exchange(fails_after: int, made: list[str]) -> None:
+def test_resumed_forward_pass_does_not_repeat_expert_exchanges(fails_after: int, made: list[str]) -> None:
     exchange = ExpertExchange(None)
     whole = ["gather", "gather", "combine", "gather", "combine"]
     forward(exchange, batch_of(1))  # another step
@@ -72,7 +72,7 @@ def test_resumed_forward_pass_repeats_no_expert_exchange(fails_after: int, made:
         found = forward(exchange, batch_of(0))
     assert any_made == (fails_after > 0)
     assert made == whole
-    for real in found:  # the other rank's tokens, which this rank's experts still compute
+    for real in found:  # this rank's experts still compute the other rank's tokens
         assert (real[NUM_EXCHANGED:] == OF_PEER).all()
     made.clear()
     forward(exchange, batch_of(1))

@@ -1,4 +1,4 @@
-"""Masks of requests with grammars: at every draft, they equal those of a reply without drafts."""
+"""Grammar masks of requests with drafts equal those of the same reply without drafts."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -32,7 +32,7 @@ def compiled() -> Grammars:
 def running_request(
     grammar: str, request_id: int = 1, generated: Sequence[int] = (), num_replayed: int = 0
 ) -> RunningRequest:
-    """Return a request that decodes; the last of its prompt's tokens were generated before an interruption."""
+    """Return a decoding request; the last `num_replayed` prompt tokens were generated before an interruption."""
     prompt = np.array([7, 8, 9, *generated[:num_replayed]])
     spec = RequestSpec(
         request_id, prompt, 500, SamplingSettings(grammar=grammar, termination_id=END), num_replayed=num_replayed
@@ -49,7 +49,7 @@ def set_drafts(request: RunningRequest, drafts: Sequence[int]) -> None:
 
 
 def allowed_tokens(masks: GrammarMasks, requests: Sequence[RunningRequest]) -> list[list[set[int]]]:
-    """Return, for each request and position, the tokens that may be sampled."""
+    """Return the tokens that may be sampled, for each request and position."""
     starts = [0]
     for request in requests:
         starts.append(starts[-1] + 1 + len(request.drafts))
@@ -61,7 +61,7 @@ def allowed_tokens(masks: GrammarMasks, requests: Sequence[RunningRequest]) -> l
 
 
 def texts() -> dict[str, tuple[str, list[int]]]:
-    """Return grammars and a reply to each."""
+    """Return named grammars, each with a reply that follows it."""
     answer = [*TOKENIZER.tokenize('{"a": true}'), END]
     thoughts = TOKENIZER.tokenize('hm {"a": 1} </thin')
     special = ReasoningGrammar("<think>", "</think>", TOKENIZER.id_of).before(ANSWER, is_open=False)
@@ -75,7 +75,7 @@ def texts() -> dict[str, tuple[str, list[int]]]:
 
 @pytest.mark.parametrize("name", texts())
 @pytest.mark.parametrize("num_replayed", [0, 4])
-def test_grammar_mask_of_a_draft_equals_that_without_drafts(name: str, num_replayed: int) -> None:
+def test_grammar_masks_with_drafts_equal_those_without_drafts(name: str, num_replayed: int) -> None:
     grammar, text = texts()[name]
     one_by_one = GrammarMasks(compiled())
     expected = []
@@ -93,7 +93,7 @@ def test_grammar_mask_of_a_draft_equals_that_without_drafts(name: str, num_repla
         drafts = masks.allowed(request, [*text[row : row + NUM_DRAFTS - 1], 0])
         wanted = text[row : row + NUM_DRAFTS - 1]
         if END not in wanted and name == "schema":
-            assert list(drafts) == wanted  # a byte 0 is in no document
+            assert list(drafts) == wanted  # no JSON text has a zero byte
         set_drafts(request, drafts[: len(wanted)])
         other = running_request("", request_id=2, generated=[5])
         plain = running_request(ANSWER.text, request_id=3)
@@ -104,7 +104,7 @@ def test_grammar_mask_of_a_draft_equals_that_without_drafts(name: str, num_repla
         assert found[0] == [allowed_tokens(GrammarMasks(compiled()), [plain])[0][0]]
 
 
-def test_drafts_are_cut_at_the_first_token_the_grammar_rejects() -> None:
+def test_drafts_are_truncated_at_the_first_token_that_the_grammar_rejects() -> None:
     masks, text = GrammarMasks(compiled()), TOKENIZER.tokenize('{"a": true}')
     request = running_request(ANSWER.text)
     assert list(masks.allowed(request, [*text[:3], 0, *text[4:]])) == text[:3]
@@ -115,13 +115,13 @@ def test_drafts_are_cut_at_the_first_token_the_grammar_rejects() -> None:
     assert masks._requests == {}
 
 
-def test_rank_that_does_not_sample_cuts_drafts_but_masks_no_logits() -> None:
+def test_rank_that_does_not_sample_truncates_drafts_but_does_not_mask_logits() -> None:
     masks, request = GrammarMasks(compiled(), samples_here=False), running_request(ANSWER.text)
     assert list(masks.allowed(request, [0])) == []
     assert allowed_tokens(masks, [request]) == [[set(range(TOKENIZER.vocab_size))]]
 
 
-def test_grammar_violation_fails_only_its_request() -> None:
+def test_request_whose_text_violates_its_grammar_fails_alone() -> None:
     grammars = compiled()
     masks, other = GrammarMasks(grammars), running_request(ANSWER.text, request_id=2)
     request = running_request(ANSWER.text, generated=[0])

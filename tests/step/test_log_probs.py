@@ -1,4 +1,4 @@
-"""Log-probs of the tokens that a step samples."""
+"""Log-probabilities of the tokens that a step samples."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ VOCAB = 4096
 
 
 def laid_out(*top_n: int | None) -> StepBatch:
-    """Return a step of requests with these numbers of best log-probs; None for a request without log-probs."""
+    """Return a step with one request for each number of top log-probabilities; None is a request without them."""
     settings = [LogProbSettings() if num is None else LogProbSettings(True, True, num) for num in top_n]
     requests = [decoding(index) for index in range(len(settings))]
     for request, asked in zip(requests, settings, strict=True):
@@ -21,8 +21,8 @@ def laid_out(*top_n: int | None) -> StepBatch:
     return lay_out(requests, "cpu")
 
 
-def test_log_probs_of_a_request_do_not_depend_on_others() -> None:
-    """Many logits are equal."""
+def test_log_probs_of_a_request_do_not_depend_on_other_requests() -> None:
+    """Many logits are equal, so that ties must be broken."""
     torch.manual_seed(0)
     logits = torch.randn(4, VOCAB).mul(4).round().bfloat16()
     outcome = torch.stack([torch.ones(4, dtype=torch.int64), logits.argmin(dim=1)], dim=1)

@@ -1,4 +1,4 @@
-"""Outputs of graphs share one memory."""
+"""The outputs of all graphs share one buffer."""
 
 import pytest
 import torch
@@ -6,12 +6,12 @@ import torch
 from megatron_mamba_cache.step.shapes import StepShape
 from megatron_mamba_cache.step.step_graph import OutputMemory
 
-# The first has the most tokens, as graphs are captured; the last has the most logits.
+# The first shape has the most tokens, because graphs are captured in this order; the last has the most logits.
 SHAPES = (StepShape(3, 1, 4, 40), StepShape(0, 1, 4, 20), StepShape(6, 4))
 
 
 @pytest.mark.parametrize("of_tokens", [False, True])
-def test_graph_outputs_share_one_buffer_of_the_largest_size(of_tokens: bool) -> None:
+def test_graphs_share_one_output_buffer_sized_for_the_largest_output(of_tokens: bool) -> None:
     outputs = OutputMemory(SHAPES)
     assert outputs.num_bytes == 0
     row_indices = set()
@@ -27,7 +27,7 @@ def test_graph_outputs_share_one_buffer_of_the_largest_size(of_tokens: bool) -> 
     assert len(row_indices) == 1 and outputs.num_bytes == most * 16 * 4
 
 
-def test_graph_outputs_of_decode_shapes_share_one_buffer() -> None:
+def test_graphs_of_decode_shapes_share_one_output_buffer() -> None:
     outputs = OutputMemory([StepShape(5, 1), StepShape(3, 3)])
     kept = [
         outputs.keep(torch.ones(1, requests, 8), shape)

@@ -1,4 +1,4 @@
-"""When the next step may be launched: only if every condition holds."""
+"""The next step may be launched early only if every condition holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -54,7 +54,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """Everything that the answer depends on, in a step of two requests; by default all of it allows the launch."""
+    """Conditions for an early launch after a step of two requests; by default, all allow it."""
 
     is_wanted: bool = True
     is_captured: bool = True
@@ -64,7 +64,7 @@ class Conditions:
     num_running: int = 2
     drafts_rest: bool = True
     can_launch: bool = True
-    tokens_in_block: int = 3  # of a request, before the step
+    tokens_in_block: int = 3  # of each request before the step
     num_blocks: int = 2  # that are available
     block_size: int = BLOCK
     grammar: str = ""
@@ -141,13 +141,13 @@ def test_next_step_does_not_overlap_if_one_condition_fails(failing: str, holding
     assert not answer(replace(HOLDING[holding], **FAILING[failing]))[0]  # type: ignore[arg-type]
 
 
-def test_no_step_overlaps_before_its_tokens_are_known_if_a_request_waits() -> None:
+def test_next_step_is_not_launched_before_tokens_are_read_while_a_request_waits() -> None:
     assert not answer(replace(ALL_HOLD, has_waiting=True))[0]
 
 
 @dataclass(frozen=True, slots=True)
 class DraftConditions:
-    """Everything that a draft step depends on, after one of two requests; by default all of it allows the launch."""
+    """Conditions for an early launch with drafts after a step of two requests; by default, all allow it."""
 
     is_wanted: bool = True
     has_drafter: bool = True
@@ -158,7 +158,7 @@ class DraftConditions:
     num_others: int = 0
     is_paused: bool = False
     prefills: bool = False
-    tokens_in_block: int = BLOCK - 5  # of a request; with one more and 3 drafts it is a token short of the block's end
+    tokens_in_block: int = BLOCK - 5  # of each request; with one token and 3 drafts more, one is left in the block
 
 
 FAILING_DRAFTS = {
@@ -195,12 +195,12 @@ def may_draft(conditions: DraftConditions) -> bool:
     )
 
 
-def test_next_draft_step_may_overlap_if_every_condition_holds() -> None:
+def test_next_step_with_drafts_may_overlap_if_every_condition_holds() -> None:
     assert may_draft(DraftConditions())
     for row in (0, BLOCK - 4, BLOCK - 1):
         assert may_draft(DraftConditions(has_waiting=False, tokens_in_block=row))
 
 
 @pytest.mark.parametrize("failing", FAILING_DRAFTS)
-def test_next_draft_step_does_not_overlap_if_one_condition_fails(failing: str) -> None:
+def test_next_step_with_drafts_does_not_overlap_if_one_condition_fails(failing: str) -> None:
     assert not may_draft(replace(DraftConditions(), **FAILING_DRAFTS[failing]))  # type: ignore[arg-type]

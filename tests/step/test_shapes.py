@@ -1,4 +1,4 @@
-"""Steps padded to a shape: the inputs of requests and of padding, and the choice of the shape."""
+"""Steps padded to a captured shape: the inputs of requests and of padding."""
 
 import random
 from itertools import accumulate
@@ -37,7 +37,7 @@ def some_requests(draw: random.Random, shape: StepShape) -> list[RunningRequest]
 
 
 def filled_with_junk(device: str) -> StepBuffers:
-    """Return buffers as a larger step may have left them, with block ids and slots of other requests."""
+    """Return buffers with data of an earlier, larger step: block ids and slots of other requests."""
     buffers = StepBuffers(LIMITS, device)
     for name in StepBuffers.SECTIONS:
         buffers.host(name)[:] = 7
@@ -90,7 +90,7 @@ def test_padding_does_not_change_the_layout_of_requests(device: str, shape: Step
             assert np.array_equal(section(plain, name)[here], section(padded, name)[there]), name
         wanted = section(padded, "logit_tokens")[slice(*section(padded, "cu_logits")[row : row + 2])]
         assert wanted.tolist() == list(range(there.stop - 1 - len(request.drafts), there.stop))
-    if num_decode < len(requests):  # SSM chunks count from the first prefill token
+    if num_decode < len(requests):  # chunk positions are relative to the first prefill token
         first = shape.num_decode_requests
         assert begins[1][first] == shape.num_decode_requests
         num_chunks = section(plain, "cu_request_chunks")[len(requests) - num_decode]
@@ -130,7 +130,7 @@ def test_padding_tokens_write_only_to_dummy_blocks_and_slots(device: str, shape:
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_views_of_a_captured_shape_have_its_size_and_show_later_steps(device: str, shape: StepShape) -> None:
+def test_views_of_a_captured_shape_show_the_inputs_of_later_steps(device: str, shape: StepShape) -> None:
     buffers = StepBuffers(LIMITS, device)
     send([], buffers, shape)
     fullest, num_chunks = shape.fullest_requests(GEOMETRY.dummy_block), shape.num_chunks(GEOMETRY.grain)

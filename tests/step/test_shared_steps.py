@@ -1,4 +1,4 @@
-"""Ranks that share experts reach the same conclusions from each other's numbers."""
+"""Expert-parallel ranks agree on the shape of each step, and on overlapping it."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,7 +25,7 @@ SURE, UNSURE = QueueState(is_settled=True), QueueState()
 
 
 class Rows:
-    """Running requests of a rank: the number that decode, and the scheduled prompt tokens."""
+    """Running requests of a rank: the number of decode requests, and the scheduled tokens of each prompt."""
 
     def __init__(self, decoding: int, prompts: Sequence[int] = ()) -> None:
         spec = SimpleNamespace(prompt_len=1000)
@@ -68,7 +68,7 @@ def test_all_ranks_use_the_smallest_shape_that_fits_every_rank(requests: tuple[R
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """Arguments of a rank's agreement on the next step."""
+    """Arguments of `agree_on_next` on one rank."""
 
     requests: int
     queue: QueueState
@@ -94,7 +94,7 @@ def test_ranks_agree_on_the_next_step_if_all_know_their_requests(reports: list[A
     is_owed = all_sure and any(one.wants_overlap for one in reports) and fixed == ranks[0].present
     assert owed == [is_owed] * len(reports) == [rank.is_owed for rank in ranks]
     assert [rank.is_fixed for rank in ranks] == [all_sure] * len(reports)
-    if all_sure:  # no round: one rank alone finds it
+    if all_sure:  # then the shape is fixed, without another exchange
         assert ranks[0].next_shape() == fixed and not ranks[0].is_fixed and not ranks[0].is_owed
 
 
@@ -113,7 +113,7 @@ def test_all_ranks_capture_graphs_together_before_the_next_step() -> None:
     assert sorted(captured) == [0, 1] and not ranks[1].wants_capture
 
 
-def test_next_step_is_not_fixed_while_a_rank_prefills() -> None:
+def test_ranks_do_not_agree_on_the_next_step_early_while_a_rank_prefills() -> None:
     ranks = ranks_with([Rows(1), Rows(0, [32])])
     on_each(ranks, lambda _, rank: rank.next_shape())
     assert not any(on_each(ranks, lambda _, rank: rank.agree_on_next(NO_REQUESTS, SURE, wants_overlap=True)))
@@ -134,10 +134,10 @@ def test_ranks_with_different_graph_settings_are_refused(field: str, value: int)
 
     with ThreadPoolExecutor(2) as pool:
         for message in pool.map(refused, settings):
-            assert message.startswith(f"{field} is ") and "on the expert-parallel ranks" in message
+            assert message.startswith(f"{field} ranges from ") and "over the expert-parallel ranks" in message
 
 
-def test_ranks_use_the_smallest_max_requests() -> None:
+def test_ranks_use_the_smallest_max_requests_of_all_ranks() -> None:
     meeting = Meeting(2)
     settings = [CacheConfig(max_requests=most).resolved() for most in (4, 9)]
     with ThreadPoolExecutor(2) as pool:
@@ -146,7 +146,7 @@ def test_ranks_use_the_smallest_max_requests() -> None:
 
 
 class Failing:
-    """The rest of a runner and its model for a rank that fails a step, and what it launches."""
+    """Fake runner and model of a rank whose step fails; records the launches."""
 
     def __init__(self, sharing: SharedSteps) -> None:
         self.sharing, self.graphs, self.queue = sharing, None, UNSURE
@@ -161,7 +161,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_rank_that_fails_in_a_step_completes_its_expert_exchanges(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_whose_step_fails_still_makes_all_expert_exchanges(part: Part, monkeypatch: pytest.MonkeyPatch) -> None:
     computed: list[StepShape] = []
     monkeypatch.setattr(padding_steps, "_compute_padding", lambda shape, *_, eagerly: computed.append(shape))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -178,7 +178,7 @@ def test_rank_that_fails_in_a_step_completes_its_expert_exchanges(part: Part, mo
         return rank.part is Part.COMPLETE and not rank.is_fixed and not rank.is_owed
 
     ranks = ranks_with([Rows(2), Rows(3)])
-    for _ in range(2):  # the next step finds all of them at its beginning
+    for _ in range(2):  # complete the failed step, then the next one
         computed.clear()
         assert on_each(ranks, step) == [True, True]
         assert computed == ([] if part is Part.LAUNCHED else [StepShape(4)])

@@ -1,4 +1,4 @@
-"""A directory's generations are durable, and foreign files stay."""
+"""Generations of a directory survive crashes, and unknown files are kept."""
 
 import os
 import shutil
@@ -49,7 +49,7 @@ def test_two_servers_never_reuse_an_old_generation(tmp_path: Path) -> None:
     assert first.generation == 3 == CacheDirectory(tmp_path, FORM, "0-of-1").generation
 
 
-def test_directories_and_files_are_private(tmp_path: Path) -> None:
+def test_directories_and_files_are_readable_only_by_their_owner(tmp_path: Path) -> None:
     directory = opened(tmp_path / "a" / "cache")
     written(directory.entries)
     made = [tmp_path / "a" / "cache", *(tmp_path / "a" / "cache").rglob("*")]
@@ -115,7 +115,7 @@ def test_unreadable_generation_file_raises_an_error_with_its_path(tmp_path: Path
         directory.known_generation()
 
 
-def test_flush_before_the_directory_is_opened_is_kept(tmp_path: Path) -> None:
+def test_flush_by_another_server_is_known_before_the_directory_is_opened(tmp_path: Path) -> None:
     late, other = CacheDirectory(tmp_path, FORM, "0-of-1"), opened(tmp_path)
     other.open(other.next_generation())
     assert late.generation == 0 and late.known_generation() == 1

@@ -1,4 +1,4 @@
-"""Lanes copy in order, and a copy that raises has failed."""
+"""Each lane copies in order, and a copy that raises counts as failed."""
 
 import threading
 from collections.abc import Callable

@@ -82,7 +82,7 @@ def test_entry_of_another_identity_or_text_is_refused(tmp_path: Path) -> None:
         read(tmp_path, other)
 
 
-def test_foreign_and_stale_temporary_files_are_removed_and_folders_stay(tmp_path: Path) -> None:
+def test_unknown_and_stale_temporary_files_are_removed_but_folders_are_kept(tmp_path: Path) -> None:
     written(tmp_path)
     (tmp_path / "folder").mkdir()
     (tmp_path / "notes.txt").write_text("foreign")
@@ -96,7 +96,7 @@ def test_foreign_and_stale_temporary_files_are_removed_and_folders_stay(tmp_path
 
 
 @pytest.mark.parametrize("call", [1, 3, 6])
-def test_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_write_to_a_full_disk_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     write, calls = os.write, []
 
     def full(file: int, piece: memoryview) -> int:

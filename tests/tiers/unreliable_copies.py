@@ -1,4 +1,4 @@
-"""Copies between tiers that end late, fail, and leave torn bytes, chosen by a seed."""
+"""Copies between tiers that end late, fail or leave incomplete data, as chosen by a random seed."""
 
 import random
 from collections import Counter
@@ -19,12 +19,12 @@ _LATE_SHARE = 0.5
 
 
 class UnreliableCopies:
-    """`Copies` by the real functions: each copies all or a part at its start, and the rest when its status is read.
+    """`Copies` that run the real copy functions, some of them late or with a failure; a failed copy leaves noise.
 
-    A copy that fails leaves noise. The order of events depends on the seed alone.
+    The order of events depends only on the seed.
 
     Args:
-        before: Called for each order that is started.
+        before: Functions called with each order that is started.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class UnreliableCopies:
             self._polls_left[order.number] = self.rng.randrange(1, 6) if self.rng.random() < _LATE_SHARE else 0
             if self.rng.random() < _FAILING_SHARE:
                 self._failing.add(order.number)
-            self._tear(order)  # on the device a launch like any other, which the copy is to wait for
+            self._tear(order)  # launched work on the device, for which the copy must wait
             for note in self._before:
                 note(order)
 
@@ -93,7 +93,7 @@ class UnreliableCopies:
     def _tear(self, order: CopyOrder) -> None:
         """Fill the target of a copy with noise."""
         if order.lane in self._targets:
-            for piece in self._sizes.pieces(order):  # of memory: the second number of each pair
+            for piece in self._sizes.pieces(order):  # ranges of the target memory
                 noise = self.rng.randrange(256)
                 self._targets[order.lane][piece.target : piece.target + piece.num_bytes] = noise
 
@@ -104,13 +104,13 @@ class _Seen:
 
     @property
     def seen(self) -> Counter[str]:
-        """Outcomes of all copies."""
+        """Number of copies by outcome, over all instances."""
         return sum((copies.seen for copies in self.made), Counter())
 
 
 @contextmanager
 def unreliable_copies(seed: int) -> Iterator[_Seen]:
-    """Make tiers created in the block use unreliable copies."""
+    """Context manager: tiers that are created in its body use unreliable copies."""
     found, rng = _Seen(), random.Random(seed)
 
     def copies(

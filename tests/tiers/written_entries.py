@@ -1,4 +1,4 @@
-"""Entries written to disk."""
+"""Write entries of random bytes to disk."""
 
 import random
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Prepare attention inputs in one launch: normalize and rotate heads, pack queries, append keys and values.
 
-If the model has query and key norms, each head is RMS-normalized and rounded. If it has rotary embedding, the first
+If the model has query and key norms, each head is RMS-normalized and rounded. If it has rotary embeddings, the first
 channels of each head are then rotated by the token's position. The products in a rotation are rounded before they are
 added, so a rotation without a norm is bit-identical to Megatron's.
 
@@ -33,7 +33,7 @@ def _cast(values, like):
 
 @triton.jit
 def _normed(values, scale, norm, norm_offset, channel, inside, like):
-    """Multiply values by the head's scale and the norm's per-channel weights; round to the precision of `like`."""
+    """Multiply values by the head's inverse RMS and by (weight + offset); round to the precision of `like`."""
     factor = tl.load(norm + tl.broadcast_to(channel, inside.shape), mask=inside, other=0).to(tl.float32) + norm_offset
     return _cast(values * scale * factor, like)
 
@@ -43,7 +43,7 @@ def _changed_head(
     source, inside, like, norm, norm_offset, eps, table, position, part, element,
     HAS_NORM: tl.constexpr, ROTATES: tl.constexpr, HEAD_DIM: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """Load one head of each token, normalize and rotate it; return [TOKENS, PARTS, WIDTH] fp32."""
+    """Load one head of each token; normalize and rotate it as configured; return [TOKENS, PARTS, WIDTH] fp32."""
     channel = part * PART + element
     values = tl.load(source + channel, mask=inside, other=0).to(tl.float32)
     scale = 1.0
@@ -120,7 +120,7 @@ def write_attention_inputs(
 ) -> Tensor:
     """Normalize and rotate queries and keys, append keys and values to the caches, and return the queries packed.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         query: [padded tokens, kv_heads, queries, dim]; the queries of one KV head are contiguous.

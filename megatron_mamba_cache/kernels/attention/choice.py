@@ -1,4 +1,4 @@
-"""Choose the attention backend for a model: the configured one, or the first of `BACKENDS` that supports the model."""
+"""Choose a model's attention backend: the configured one, or the first of `BACKENDS` that supports the model."""
 
 import logging
 from typing import Protocol
@@ -15,16 +15,16 @@ _logger = logging.getLogger(__name__)
 
 
 class BackendClass(Protocol):
-    """Protocol for the attention backend classes in `BACKENDS`."""
+    """Protocol for the classes in `BACKENDS`: each builds an attention backend and reports which models it supports."""
 
     name: str
     setting: str
 
     def __call__(self, shape: AttentionShape) -> AttentionBackend:
-        """Build the backend; its library may raise any exception."""
+        """Build the backend; importing or testing its library may raise any exception."""
 
     def refusal(self, shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
 
 
 BACKENDS: tuple[BackendClass, ...] = (
@@ -37,10 +37,10 @@ BACKENDS: tuple[BackendClass, ...] = (
 
 
 def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
-    """Build the attention backend for a model; `setting` selects one backend, or with "auto" the first that works.
+    """Build the attention backend that `setting` names; with "auto", the first in `BACKENDS` that can be used.
 
     Raises:
-        ValueError: If no selected backend supports the model and can be built.
+        ValueError: If no selected backend supports the model and can be built; the message gives the reasons.
     """
     refusals: list[str] = []
     for backend in BACKENDS:
@@ -50,14 +50,14 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
         if reason is None:
             try:
                 chosen = backend(shape)
-            except Exception as error:  # a broken installation or a missing compiler may raise anything
+            except Exception as error:  # a broken installation or a missing compiler may raise any exception
                 failure = f"it fails with {type(error).__name__}: {error}"
                 if setting == "auto":
                     _logger.warning("attention does not use %s: %s", backend.name, failure)
-                reason = failure.partition("\n")[0]  # the rest may be the whole output of a compiler
+                reason = failure.partition("\n")[0]  # the other lines may be a compiler's whole output
             else:
                 is_half = shape.device.type == "cuda" and shape.dtype in (torch.float16, torch.bfloat16)
-                if setting == "auto" and refusals and is_half:  # the first backend would be faster
+                if setting == "auto" and refusals and is_half:  # warn that a faster backend exists
                     _logger.warning("attention runs on %s, not on %s", chosen.name, refusals[0])
                 return chosen
         refusals.append(f"{backend.name}: {reason}")
@@ -68,7 +68,7 @@ def choose_attention(setting: str, shape: AttentionShape) -> AttentionBackend:
 
 
 def refusals_for_usual_model() -> dict[str, str | None]:
-    """Return each backend's refusal of a bf16 model with head_dim 128 and block size 256 on this machine."""
+    """Return, for each backend, why it cannot run a bf16 model with head_dim 128 on this machine; None if it can."""
     shape = AttentionShape(
         num_heads=32,
         num_kv_heads=8,

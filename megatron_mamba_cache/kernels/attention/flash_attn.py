@@ -1,4 +1,4 @@
-"""Attention backends for flash-attn 2 and 3 (flash_attn, flash_attn_interface) and torch's varlen_attn (torch 2.13)."""
+"""Attention backends for flash-attn 2 (flash_attn), flash-attn 3 (flash_attn_interface) and torch's varlen_attn."""
 
 import inspect
 from abc import ABC, abstractmethod
@@ -26,7 +26,7 @@ _HEAD_DIMS = range(8, 257, 8)
 _Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 _NO_FP8 = "it does not read an FP8 KV cache; install flashinfer, or set --kv-cache-dtype to auto"
 PAGE_MULTIPLE = 256
-"""The page size of flash-attn 2 must be a multiple of this number of tokens."""
+"""Number of tokens of which flash-attn 2's page size must be a multiple."""
 
 
 class _FlashAttention(ABC):
@@ -58,7 +58,7 @@ class _FlashAttention(ABC):
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> DeviceLengths:
-        """Return the attention to capture in a CUDA graph; replayed requests are at most as long as in `rows`."""
+        """Return the attention to capture in a CUDA graph; requests in a replay must not be longer than in `rows`."""
         return DeviceLengths(self, rows)
 
 
@@ -137,14 +137,16 @@ class TorchVarlenAttention(_FlashAttention):
         if shape.has_fp8_kv:
             return _NO_FP8
         if _varlen_attn() is None:
-            return "the installed torch's varlen_attn has no block_table argument; torch 2.13 or newer has one"
+            return "torch's varlen_attn is missing or has no block_table argument; install torch 2.13 or newer"
         return half_precision_refusal(shape, _HEAD_DIMS) or page_refusal(shape)
 
     @staticmethod
     def _function() -> Callable[..., Tensor]:
         attention = _varlen_attn()
         if attention is None:
-            raise ImportError("varlen_attn has no block_table argument; install torch 2.13 or newer")
+            raise ImportError(
+                "torch's varlen_attn is missing or has no block_table argument; install torch 2.13 or newer"
+            )
         return attention
 
     def _planned(self, rows: AttentionRows) -> _Attention:
@@ -167,14 +169,14 @@ class TorchVarlenAttention(_FlashAttention):
 
 
 def page_refusal(shape: AttentionShape) -> str | None:
-    """Return the reason why flash-attn 2's kernels do not support this block size; None if they do."""
+    """Return why flash-attn 2's kernels do not support this block size, or None if they do."""
     if shape.block_size % PAGE_MULTIPLE:
         return f"the block size must be a multiple of {PAGE_MULTIPLE}, found {shape.block_size}"
     return None
 
 
 def cumulative_lengths(rows: AttentionRows) -> Tensor:
-    """Return the cumulative KV lengths, starting with 0; [requests + 1] int32."""
+    """Return the cumulative KV lengths, [requests + 1] int32; the first entry is 0."""
     return F.pad(rows.kv_lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 

@@ -10,9 +10,13 @@ blocks beyond 64 GiB; "fa2" does not. If the cache has such blocks, graphs of up
 Larger graphs use "fa3" and are skipped, if allowed, in steps whose prompts use such a block.
 Only "fa2" reads FP8 keys and values with 16-bit queries, so it then computes prompts too.
 
-FlashInfer compiles its kernels for a model's shape at first use and caches them on disk. The backend triggers this when
+In FlashInfer releases before 0.6, "fa3" has 32-bit offsets in units of 16 bytes. For KV blocks beyond 64 GiB it
+therefore silently reads wrong data; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens
+use "fa2". Larger graphs use "fa3"; if `may_be_left_out` allows it, steps with prompts in such blocks run eagerly.
+
+FlashInfer compiles its kernels for a model's shape at first use and caches them on disk. The backend compiles them when
 it is built, and logs it. Graphs depend on undocumented behavior of FlashInfer, which the backend also tests when it is
-built: if the installed release is incompatible, the next backend is used and startup continues.
+built. If the installed release is incompatible, the constructor raises, and `choose_attention` tries the next backend.
 """
 
 from importlib import import_module
@@ -56,7 +60,7 @@ _FA3_READS_ALL = Version("0.6")
 
 
 class FlashInferAttention:
-    """Backend that calls `BatchPrefillWithPagedKVCacheWrapper`; all layers share one host plan per step.
+    """Backend that calls FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`; a step is planned once for all layers.
 
     Args:
         kernel: "fa2" or "fa3" for all requests; None: "fa2" for decodes, and "fa3" for prompts where it is supported.
@@ -69,7 +73,7 @@ class FlashInferAttention:
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if not is_installed("flashinfer"):
             return "flashinfer is not installed; install the extra `gpu`"
         found = _release()
@@ -98,7 +102,7 @@ class FlashInferAttention:
             self._try_out((kernel or "fa2", prompt_kernel))
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan a step on the host and return its attention function; `rows.kv_lens` must be exact."""
+        """Plan a step on the host and return its attention function; `rows.kv_lens` must be exact, not upper bounds."""
         num_decode = rows.num_decode_requests
         if max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
             calls = [(self._decoding, ALL_ROWS)]
@@ -124,7 +128,7 @@ class FlashInferAttention:
         return attend
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedFlashInfer:
-        """Return the attention to capture in a CUDA graph; capture the largest graph first to share its workspace."""
+        """Return the attention to capture in a CUDA graph; capture the largest first: all share its workspace."""
         both = slice(rows.num_decode_requests), slice(rows.num_decode_requests, None)
         of_prompts = self._num_pieces(sum(rows.query_lens[both[1]]), may_be_left_out)
         of_decodes = int(self._kernel == "fa3")
@@ -162,7 +166,7 @@ class FlashInferAttention:
         torch.cuda.synchronize(shape.device)
 
     def _num_pieces(self, num_tokens: int, may_be_left_out: bool) -> int:
-        """Return the number of pieces into which "fa3" splits the prompts' history in a graph; 0: use "fa2"."""
+        """Return the number of pieces into which a graph splits the prompts' history for "fa3"; 0: use "fa2"."""
         device = self._shape.device
         if self._kernel is not None:
             return int(self._kernel == "fa3")
@@ -175,7 +179,7 @@ class FlashInferAttention:
         num_rows, most_pages = rows.block_table[part].shape
         num_pages, num_tokens = num_rows * most_pages, sum(rows.query_lens[part])
         if pieces < 2:
-            # A plan overwrites `last_block_lens` with the same values that each step writes before it plans.
+            # Planning overwrites `last_block_lens`, but with the same values that the step has written there.
             assert rows.last_block_lens is not None
             kernel, last_lens = "fa3" if pieces else "fa2", rows.last_block_lens[part]
             call = self._captured_call(kernel, num_rows, num_tokens, num_pages, last_lens)
@@ -207,35 +211,35 @@ class FlashInferAttention:
             "paged_kv_indices_buf": num_pages,
             "paged_kv_last_page_len_buf": num_rows,
         }
-        with torch.inference_mode(False):  # tensors made in inference mode could not be replanned outside of it
+        with torch.inference_mode(False):  # a plan outside of inference mode could not write tensors made inside
             buffers = {
                 name: torch.zeros(size, dtype=torch.int32, device=workspace.device) for name, size in sizes.items()
             }
             if last_lens is not None:
                 buffers["paged_kv_last_page_len_buf"] = last_lens
             wrapper = _wrapper(workspace, kernel, use_cuda_graph=True, **buffers)
-            # By default a wrapper reserves 8 MiB for its plan on device and host: too much for dozens of graphs.
+            # By default, a wrapper reserves 8 MiB on device and host for its plan: too much for dozens of graphs.
             num_bytes = plan_bytes(self._shape, num_rows, num_tokens)
             wrapper.reset_workspace_buffer(
                 workspace, torch.empty(num_bytes, dtype=torch.uint8, device=workspace.device)
             )
             sent_pages = torch.empty(num_pages, dtype=torch.int32, pin_memory=workspace.is_cuda)
         if kernel == "fa3":
-            self._prompts.lend_offsets(wrapper)
+            self._prompts.share_offsets(wrapper)
         attention = PagedAttention(self._shape, wrapper, is_causal=is_causal)
         return CapturedCall(attention, (sent_pages, buffers["paged_kv_indices_buf"]))
 
 
 def last_block_of_fa3(shape: AttentionShape, release: Version | None) -> int | None:
-    """Return the last KV block that "fa3" can address, None if it can address all; assume an old release if unknown."""
+    """Return the highest KV block id that "fa3" can address, or None if all; an unknown `release` counts as old."""
     reads_all = release is not None and release >= _FA3_READS_ALL
-    if reads_all or shape.num_blocks * shape.block_bytes_apart <= _FA3_BYTES:
+    if reads_all or shape.num_blocks * shape.block_stride_bytes <= _FA3_BYTES:
         return None
-    return _FA3_BYTES // shape.block_bytes_apart - 1
+    return _FA3_BYTES // shape.block_stride_bytes - 1
 
 
 def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return the size in bytes of the partial results of "fa2" inside a graph: fp32 query tiles and their sums.
+    """Return the bytes that "fa2" needs for partial results in a graph: an fp32 output and softmax sum per query.
 
     In a graph, the number of tiles is the larger of two numbers: the tiles needed by all requests, with one partly
     filled tile each; and the thread blocks that FlashInfer launches. In eager mode, it is at most the number of thread
@@ -246,10 +250,10 @@ def parts_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
-    """Return an upper bound for the size in bytes of FlashInfer's plan inside a graph.
+    """Return an upper bound for the size of FlashInfer's plan in a graph, in bytes.
 
     "fa2" needs 13 bytes per query tile, 4 bytes per request and 4 bytes per query token. "fa3" needs 28 bytes per head
-    for each tile of 128 query tokens, and 4 per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
+    for each tile of 128 query tokens, and 4 bytes per multiprocessor. Source: FlashInfer 0.5.3, scheduler.cuh.
     """
     fa2 = 13 * _query_tiles(shape, num_rows, num_tokens)[1] + 4 * (num_rows + num_tokens)
     fa3 = 28 * shape.num_heads * (-(-num_tokens // _FA3_TILE) + num_rows) + 4 * num_multiprocessors(shape.device)
@@ -257,7 +261,7 @@ def plan_bytes(shape: AttentionShape, num_rows: int, num_tokens: int) -> int:
 
 
 def _query_tiles(shape: AttentionShape, num_rows: int, num_tokens: int) -> tuple[int, int]:
-    """Return the "fa2" tile size, in pairs of query token and head in a KV group, and the maximum number of tiles."""
+    """Return the "fa2" tile size, in (query token, head) pairs of one KV head, and the maximum number of tiles."""
     group = shape.num_heads // shape.num_kv_heads
     longest = (num_tokens - num_rows + 1) * group
     tile = 128 if longest > 64 and shape.head_dim < 256 else 64 if longest > 16 else 16
@@ -272,7 +276,7 @@ def _wrapper(workspace: Tensor, kernel: str, **settings: Any) -> Any:
 
 
 def largest(*values: Any, **options: Any) -> Any:
-    """Return the same as the built-in `max`, but use `Tensor.max` if the only argument is a tensor.
+    """Behave as the built-in `max`, but call `Tensor.max` if the only argument is a tensor.
 
     Replaces `max` in FlashInfer's planning module, where the built-in would take 3 µs per tensor element.
     """

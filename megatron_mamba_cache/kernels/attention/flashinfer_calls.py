@@ -1,4 +1,4 @@
-"""FlashInfer calls for some of the requests in a step, eager or captured in a CUDA graph."""
+"""FlashInfer calls, each for some of a step's requests; eager, or captured in a CUDA graph."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,11 +17,12 @@ ALL_ROWS = slice(None)
 
 @dataclass(frozen=True, slots=True)
 class PageLists:
-    """Query lengths and KV pages of some requests in FlashInfer's format; int32 tensors on the host.
+    """Query lengths and KV pages of requests in FlashInfer's format; int32 tensors on the host.
 
     Args:
         cu_query: [requests + 1]; index of the first packed query token of each request.
         cu_pages: [requests + 1]; index in `pages` of each request's first page.
+        pages: Ids of all requests' KV blocks, in the order of requests and positions.
         last_page_lens: [requests]; number of tokens in each request's last page.
     """
 
@@ -31,7 +32,7 @@ class PageLists:
     last_page_lens: Tensor
 
     def has_pages_of(self, other: "PageLists") -> bool:
-        """Return True if query lengths and pages equal those in `other`; `last_page_lens` may differ."""
+        """Return True if query lengths and pages equal those of `other`; `last_page_lens` may differ."""
         return all(
             mine.equal(theirs)
             for mine, theirs in (
@@ -64,7 +65,7 @@ def _cumulative(lengths: npt.NDArray[np.int32]) -> Tensor:
 
 
 class PagedAttention:
-    """FlashInfer attention over the paged KV cache: causal, or unmasked if `is_causal` is False."""
+    """FlashInfer wrapper that computes attention over the paged KV cache: causal, or unmasked if not `is_causal`."""
 
     def __init__(self, shape: AttentionShape, wrapper: Any, *, is_causal: bool = True) -> None:
         self._shape = shape
@@ -113,7 +114,7 @@ class PagedAttention:
         """The 64 MiB buffer of token offsets that "fa3" writes in each run; None for FlashInfer 0.6 and later."""
         return getattr(self._wrapper, "_vector_sparse_indices_buffer", None)
 
-    def lend_offsets(self, wrapper: Any) -> None:
+    def share_offsets(self, wrapper: Any) -> None:
         """Make another "fa3" wrapper use the same buffer of token offsets; the two must not run concurrently."""
         if self.offsets is not None:
             wrapper._vector_sparse_indices_buffer = self.offsets
@@ -123,7 +124,7 @@ class CapturedCall:
     """FlashInfer call inside a CUDA graph; its plan and page numbers are stored at fixed addresses.
 
     Args:
-        pages: Two buffers [maximum number of pages] of page numbers: one in pinned memory, one that the kernel reads.
+        pages: Two buffers for page numbers, [maximum number of pages] each: in pinned host memory and on the device.
     """
 
     def __init__(self, attention: PagedAttention, pages: tuple[Tensor, Tensor]) -> None:
@@ -132,10 +133,10 @@ class CapturedCall:
         self._was_sent = torch.cuda.Event() if self._pages.is_cuda else None
 
     def plan(self, pages: PageLists) -> None:
-        """Plan the next replay on the host; no later plan may be larger than the first."""
+        """Plan the next replay on the host; the first plan must be the largest."""
         if self._was_sent is not None:
-            self._was_sent.synchronize()  # the pinned buffer may still be the source of the previous plan's copy
-        # FlashInfer's own copy of the page numbers would synchronize with the device and so wait for all queued work.
+            self._was_sent.synchronize()  # the previous plan's copy may still read the pinned buffer
+        # If FlashInfer copied the page numbers itself, it would synchronize and so wait for all queued work.
         sent = slice(len(pages.pages))
         self._sent_pages[sent] = pages.pages
         self._pages[sent].copy_(self._sent_pages[sent], non_blocking=True)
@@ -145,15 +146,15 @@ class CapturedCall:
 
 
 class CapturedPart:
-    """Attention for the decode requests, or the prompts, in a captured step, computed by one FlashInfer call.
+    """Attention for either the decode requests or the prompts of a captured step, computed by one FlashInfer call.
 
     Graphs of all sizes share the call's workspace.
 
     Args:
         rows: Requests with the maximum lengths for the graph.
-        part: Slice of `rows` that the call computes.
-        reads_lengths: True if the kernel reads last-page lengths that each step writes. A new plan is then needed only
-            when the pages change.
+        part: Requests in `rows` for which the call computes attention.
+        reads_lengths: True if the kernel reads the last-page lengths from a buffer that each step writes. A new plan is
+            then needed only when the pages change.
     """
 
     def __init__(
@@ -173,13 +174,13 @@ class CapturedPart:
         pages, planned = page_lists(rows, self._block_size, self._part, keep_all=True), self._planned
         if planned is not None and self._reads_lengths and pages.has_pages_of(planned):
             return
-        self._planned = None  # in case planning fails
+        self._planned = None  # if planning fails, the next call must plan again
         self._call.plan(pages)
         self._planned = pages
 
 
 class PlannedPart(Protocol):
-    """Protocol for attention over the decode requests, or over the prompts, in a captured step."""
+    """Protocol for attention over either the decode requests or the prompts of a captured step."""
 
     @property
     def attention(self) -> "PartAttention":
@@ -202,7 +203,7 @@ class PartAttention(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CapturedFlashInfer:
-    """`CapturedAttention` that computes each part of a captured step with FlashInfer."""
+    """`CapturedAttention` of FlashInfer; its parts are the decode requests and the prompts of a captured step."""
 
     is_planned = True  # each replay needs a plan on the host, which assigns work to thread blocks
 

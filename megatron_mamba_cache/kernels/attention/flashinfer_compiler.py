@@ -14,22 +14,24 @@ _DEFAULT_CUDA = "/usr/local/cuda"
 
 
 def origin_of_kernels() -> str:
-    """Describe how FlashInfer obtains compiled kernels, or which programs it lacks to compile them.
+    """Return a text for `doctor`: where FlashInfer gets its kernels, or which programs are missing to compile them.
 
     FlashInfer runs `nvcc`, the C++ compiler and `ninja`. It looks for CUDA in `CUDA_HOME`, in `CUDA_PATH`, next to an
     `nvcc` in `PATH`, and in /usr/local/cuda. Source: FlashInfer 0.5.3 to 0.7.2, jit/cpp_ext.py.
     """
     if is_installed(_COMPILED):
-        return "the package flashinfer-jit-cache contains them"
+        return "its kernels are in the package flashinfer-jit-cache"
     nvcc = _nvcc()
     with scripts_in_path():
         programs = (str(nvcc), os.environ.get("CXX", "c++"), "ninja")
         missing = [program for program in programs if shutil.which(program) is None]
     if missing:
         lacking = ", ".join(missing)
-        return f"cannot be compiled, {lacking} missing; install it, or run `flashinfer install-jit-cache-wheel`"
+        return (
+            f"its kernels cannot be compiled without {lacking}; install it, or run `flashinfer install-jit-cache-wheel`"
+        )
     folder = Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home(), ".cache", "flashinfer")
-    return f"{nvcc} compiles them when a model is first started; they are cached in {folder}"
+    return f"{nvcc} compiles its kernels when a model is first started; they are cached in {folder}"
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class HeadNorms:
-    """RMS norms of query heads and key heads.
+    """RMS norms to apply to each query head and each key head.
 
     Args:
         query, key: Weights [dim], contiguous; each channel is multiplied by (weight + offset), in fp32.
@@ -36,7 +36,7 @@ class Rotation:
 
 @dataclass(frozen=True, slots=True)
 class HeadChanges:
-    """Norm and rotation to apply to each query and key head, in this order; the norm's result is rounded."""
+    """Norm, then rotation, to apply to each query and key head; None: skip it. The norm's result is rounded."""
 
     norms: HeadNorms | None = None
     rotation: Rotation | None = None
@@ -65,8 +65,7 @@ def _check_rotation(rotation: Rotation, key: Tensor) -> None:
     if table.dtype != key.dtype or table.device != key.device or not table.is_contiguous():
         raise ValueError(
             f"the rotary table must be contiguous {key.dtype} on {key.device}, found strides {table.stride()}, "
-            f"{table.dtype} on "
-            f"{table.device}"
+            f"{table.dtype} on {table.device}"
         )
     if positions.dtype != torch.int64 or positions.device != key.device or not positions.is_contiguous():
         raise ValueError(

@@ -19,12 +19,12 @@ class AttentionRows:
 
     Args:
         cu_query: [requests + 1] int32; index of the first packed query token of each request.
-        kv_lengths: [requests] int32; number of cached tokens, including this step's. If 0, the result is zeros.
+        kv_lengths: [requests] int32; number of cached tokens, including this step's. If it is 0, the result is zeros.
         block_table: [requests, max_blocks] int32; entries after a request's last block are undefined.
         query_lens: Host copy of the query lengths.
         kv_lens: Host copy of `kv_lengths`, or upper bounds; tokens beyond `kv_lengths` are read but masked.
         host_block_table: Host copy of `block_table`; valid until the results of the step are read back.
-        num_decode_requests: Number of requests, at the front, that decode or verify; the rest are prompts.
+        num_decode_requests: Number of leading requests that decode or verify drafts; all others are prompts.
         last_block_lens: [requests] int32; number of tokens in each request's last block, undefined if it has none.
             Graphs read it; None if no graph is captured.
     """
@@ -56,7 +56,7 @@ class AttentionShape:
         scale: Factor for the scores before softmax.
         dtype: Dtype of queries, new keys and values, and results.
         num_blocks: Number of KV blocks in one layer's cache; 0: unknown.
-        block_bytes_apart: Stride of these blocks in bytes, including other layers' data between them; 0: unknown.
+        block_stride_bytes: Stride of these blocks in bytes, including other layers' data between them; 0: unknown.
         has_fp8_kv: True if keys and values are cached as FP8 codes.
     """
 
@@ -68,7 +68,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     num_blocks: int = 0
-    block_bytes_apart: int = 0
+    block_stride_bytes: int = 0
     has_fp8_kv: bool = False
 
     @property
@@ -86,33 +86,36 @@ class CapturedAttention(Protocol):
 
     @property
     def is_planned(self) -> bool:
-        """True if each replay needs a plan; if False, `plan_again` does nothing."""
+        """True if `plan_again` must be called before each replay; if False, it does nothing."""
 
     def begin(self) -> PlannedAttention:
         """Return the function that computes attention in each layer; called while the graph is captured."""
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Prepare the next replay for `rows`: as many requests as captured, none of them longer.
+        """Prepare the next replay for `rows`, which must have as many requests as captured, none of them longer.
 
-        Called outside of graphs. The plan stays valid while KV lengths grow but query tokens and blocks stay the same.
+        Called outside of graphs. The plan stays valid while only KV lengths grow: query lengths and blocks must not
+        change.
         """
 
 
 class AttentionBackend(Protocol):
-    """Protocol for an attention backend built for one `AttentionShape`; equals `paged_attention_ref` up to rounding."""
+    """Protocol for attention backends; up to rounding, their results equal those of `paged_attention_ref`."""
 
     name: str
     setting: str
     """Value of `CacheConfig.attention_backend` that selects the backend."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
-        """Plan a step's attention from its host lengths and block table; the result is valid until the next plan."""
+        """Plan a step's attention from its host lengths and block table; the next call invalidates the result."""
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> CapturedAttention:
-        """Return the attention to capture in a CUDA graph; replays read the tensors in `rows`, with requests no longer.
+        """Return the attention to capture in a CUDA graph; replays read the tensors in `rows`.
+
+        In a replay, no request may be longer than in `rows`.
 
         Args:
-            may_be_left_out: True if a step may run eagerly instead when its prompts use blocks after `last_block`.
+            may_be_left_out: True if a step whose prompts use blocks after `last_block` may run eagerly instead.
         """
 
 
@@ -127,11 +130,11 @@ class DeviceLengths:
         self._rows = rows
 
     def begin(self) -> PlannedAttention:
-        """Return the attention function for requests of maximum length; the device lengths mask what exceeds them."""
+        """Return attention for requests of the maximum lengths; the lengths on the device mask excess tokens."""
         return self._backend.plan(self._rows)
 
     def plan_again(self, rows: AttentionRows) -> None:
-        """Do nothing."""
+        """Do nothing: replays read the lengths on the device."""
 
 
 def attend_rows(q: Tensor, num_tokens: int, attend: Callable[[Tensor], Tensor]) -> Tensor:
@@ -167,14 +170,14 @@ def is_installed(package: str) -> bool:
 
 
 def half_precision_refusal(shape: AttentionShape, head_dims: tuple[int, ...] | range) -> str | None:
-    """Return the reason why half-precision GPU kernels do not support the model; None if they do."""
+    """Return why half-precision GPU kernels do not support the model, or None if they do."""
     if shape.device.type != "cuda":
         return f"it needs a CUDA device, found {shape.device.type}"
     if shape.dtype not in (torch.float16, torch.bfloat16):
-        return f"it needs bfloat16 or float16, the model is {str(shape.dtype).removeprefix('torch.')}"
+        return f"it needs bfloat16 or float16, but the model uses {str(shape.dtype).removeprefix('torch.')}"
     if shape.head_dim not in head_dims:
         allowed = f"a multiple of 8 up to {head_dims[-1]}" if isinstance(head_dims, range) else f"one of {head_dims}"
-        return f"it needs {allowed} channels per head, the model has {shape.head_dim}"
+        return f"the number of channels per head must be {allowed}, found {shape.head_dim}"
     if torch.cuda.get_device_capability(shape.device) < (8, 0):
-        return "it needs compute capability 8.0 or higher"
+        return "it needs a GPU with compute capability 8.0 or higher"
     return None

@@ -18,7 +18,7 @@ from .kv_values import UNSCALED, KVScales, addressed, stored_values
 from .reference import append_kv_ref
 
 _TILE_LEN = 1024
-"""Minimum number of key elements that a program copies; smaller tokens share a program."""
+"""Minimum number of key elements per program; a program copies several tokens if each has fewer."""
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -65,7 +65,7 @@ def append_kv(
 ) -> Tensor | None:
     """Write the keys and values of new tokens to the paged caches in place; return the queries packed.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches, or divided by the
@@ -137,8 +137,7 @@ def check_query(query: Tensor, key: Tensor) -> None:
     if query.stride()[2:] != (query.shape[3], 1) or query.dtype != key.dtype or query.device != key.device:
         raise ValueError(
             f"query must be {key.dtype} on {key.device} and contiguous for each KV head, found strides "
-            f"{query.stride()}, "
-            f"{query.dtype} on {query.device}"
+            f"{query.stride()}, {query.dtype} on {query.device}"
         )
 
 
@@ -168,10 +167,12 @@ def check_append(
                 f"{name} must be int32 or int64 on {key.device}, found {locations.dtype} on {locations.device}"
             )
         if locations.shape != key.shape[:1] or not locations.is_contiguous():
-            raise ValueError(f"{name} must be contiguous with shape [{key.shape[0]}], found {tuple(locations.shape)}")
+            raise ValueError(
+                f"{name} must be contiguous with shape [{key.shape[0]}], found shape "
+                f"{tuple(locations.shape)} with strides {locations.stride()}"
+            )
     if not key.device == value.device == k_cache.device == v_cache.device:
         raise ValueError(
-            f"all tensors must be on one device, found key on {key.device}, value on {value.device}, k_cache on "
-            f"{k_cache.device}, "
-            f"v_cache on {v_cache.device}"
+            f"all tensors must be on the same device, found key on {key.device}, value on {value.device}, k_cache on "
+            f"{k_cache.device}, v_cache on {v_cache.device}"
         )

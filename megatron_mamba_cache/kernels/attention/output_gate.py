@@ -1,6 +1,7 @@
 """Multiply attention outputs by the sigmoid of their gates, which are a view of the joint QKV projection.
 
-The multiplication is a separate launch: fused into the next GEMM, it would be repeated by each of a thousand programs.
+The multiplication is a separate launch. If it were fused into the next GEMM, each of about a thousand programs would
+repeat it.
 
 Layout: the outputs of a token are contiguous. The gates for one KV head's queries are contiguous; KV heads may be
 strided. Arithmetic is in fp32 and rounds once. Safe in CUDA graphs: no host sync, one launch.
@@ -76,14 +77,12 @@ def _check(attended: Tensor, gate: Tensor) -> None:
     if gate.dim() != 4 or attended.shape != (len(gate), gate.shape[1] * gate.shape[2], gate.shape[3]):
         raise ValueError(
             "attended must have shape [tokens, kv_heads * queries, dim] and gate [tokens, kv_heads, queries, dim], "
-            "found "
-            f"attended {tuple(attended.shape)} and gate {tuple(gate.shape)}"
+            f"found attended {tuple(attended.shape)} and gate {tuple(gate.shape)}"
         )
     if attended.dtype != gate.dtype or attended.device != gate.device:
         raise ValueError(
-            f"attended and gate must have one dtype and device, found attended {attended.dtype} on {attended.device} "
-            f"and gate {gate.dtype} on "
-            f"{gate.device}"
+            f"attended and gate must have the same dtype and device, found attended {attended.dtype} on "
+            f"{attended.device} and gate {gate.dtype} on {gate.device}"
         )
     if not attended.is_contiguous() or gate.stride()[2:] != (gate.shape[3], 1):
         raise ValueError(

@@ -114,7 +114,7 @@ def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
 
 
 def _row_groups(rows: AttentionRows) -> Iterator[tuple[int, int]]:
-    """Yield half-open ranges of requests to compute together: one request, or short ones with equal query lengths."""
+    """Yield half-open ranges of requests to compute together: one, or several short ones with equal query lengths."""
     first, num_rows = 0, len(rows.query_lens)
     while first < num_rows:
         last, longest, query_len = first + 1, rows.kv_lens[first], rows.query_lens[first]
@@ -140,14 +140,14 @@ def _gather_cached(cache: Tensor, table: Tensor, lengths: Tensor, kv_len: int) -
 
 
 def _attend(queries: Tensor, keys: Tensor, values: Tensor, lengths: Tensor, scale: float) -> Tensor:
-    """Return attention results [rows, query_len, heads, dim]; compute them in tiles to limit the scores' memory."""
+    """Return attention results [rows, query_len, heads, dim], computed in tiles to limit the memory for scores."""
     query_len, kv_len = queries.shape[1], keys.shape[2]
     tiles = []
     for begin in range(0, query_len, _QUERY_TILE):
         tile = queries[:, begin : begin + _QUERY_TILE]
         before = torch.arange(begin, begin + tile.shape[1], device=queries.device) - query_len
         positions = lengths[:, None] + before  # [rows, tile], absolute position of each query token
-        seen = kv_len - query_len + begin + tile.shape[1]  # end of the keys that tokens of this tile attend to
+        seen = kv_len - query_len + begin + tile.shape[1]  # number of leading keys that this tile attends to
         tiles.append(_attend_tile(tile, keys[:, :, :seen], values[:, :, :seen], positions, scale))
     return torch.cat(tiles, dim=1)
 
@@ -159,7 +159,7 @@ def _attend_tile(tile: Tensor, keys: Tensor, values: Tensor, positions: Tensor, 
     scores = (grouped @ keys.transpose(2, 3)).unflatten(2, (-1, tile.shape[1])) * scale
     hidden = torch.arange(kv_len, device=tile.device) > positions[:, :, None]  # [rows, tile, kv_len]
     hidden = hidden[:, None, None]
-    # The softmax of a fully masked token is NaN; the second masked_fill replaces it by zeros.
+    # The softmax of a fully masked token is NaN; the second masked_fill replaces it with zeros.
     weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1).masked_fill(hidden, 0)
     attended = weights.flatten(2, 3) @ values  # [rows, kv_heads, group * tile, dim]
     return attended.unflatten(2, (-1, tile.shape[1])).flatten(1, 2).transpose(1, 2)
@@ -188,12 +188,12 @@ class ReferenceAttention:
         return paged_attention_ref(q, k_cache, v_cache, rows, self._scale, scales)
 
     def capture(self, rows: AttentionRows, *, may_be_left_out: bool = False) -> "CapturedReference":
-        """Return the attention to capture in a CUDA graph; replayed requests are at most as long as in `rows`."""
+        """Return the attention to capture in a CUDA graph; requests in a replay must not be longer than in `rows`."""
         return CapturedReference(self, rows)
 
 
 class CapturedReference(DeviceLengths):
-    """Reference attention inside a CUDA graph; each token is computed as a request, with its length on the device."""
+    """Reference attention inside a CUDA graph: each token becomes a request that reads its length on the device."""
 
     def begin(self) -> PlannedAttention:
         """Return the attention function for the step; each layer calls it."""

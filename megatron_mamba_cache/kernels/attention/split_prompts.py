@@ -1,10 +1,10 @@
 """Attention for short prompts after long cached histories: FlashInfer's "fa3", with the history split into pieces.
 
-A program of "fa3" reads all keys for 128 query tokens and one head, so a few hundred tokens occupy only part of the
-GPU. Here a prompt's history, its cached tokens, is split into pieces. Each piece is passed to FlashInfer as a separate
-request, without a mask and with a copy of the prompt's queries. A second call computes causal attention to the prompt's
-own blocks, and a kernel merges the results by their log-sum-exps. Pieces consist of whole blocks, and the prompt's own
-blocks start with the block of its first new token.
+A program of "fa3" reads all keys for 128 query tokens and one head, so a few hundred query tokens occupy only part of
+the GPU. Here each prompt's history (its cached tokens) is split into pieces of whole KV blocks. Each piece is passed to
+FlashInfer as a separate request, without a mask and with a copy of the prompt's queries. A second call computes causal
+attention to the prompt's own blocks, which begin with the block of its first new token. A kernel then merges the
+results by their log-sum-exps.
 """
 
 import numpy as np
@@ -30,7 +30,7 @@ class SplitPart:
     """Attention for the prompts in a captured step, with their histories split into pieces.
 
     Args:
-        history: Call for the pieces, without a mask.
+        history: Unmasked call for the pieces.
         own: Causal call for the prompts' own blocks.
         rows: Requests with the maximum lengths for the graph.
         part: Slice of `rows` that are prompts.
@@ -77,7 +77,7 @@ class SplitPart:
         merge_parts(parts, lse, out)
 
     def _second_stream(self, device: torch.device) -> torch.cuda.Stream | None:
-        """Return a stream to compute the prompts' own blocks concurrently with the pieces; None: run them in order."""
+        """Return a stream that computes the prompts' own blocks concurrently with the pieces; None if impossible."""
         shares_memory = self._history.attention.offsets is not None
         if shares_memory or device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
             return None
@@ -101,7 +101,8 @@ def best_pieces(num_programs: int, num_multiprocessors: int) -> int:
 def split_history(pages: PageLists, block_size: int, num_pieces: int, num_tokens: int) -> tuple[PageLists, PageLists]:
     """Return the page lists for the pieces of the histories, ordered by piece, and for the prompts' own blocks.
 
-    Each copy of the queries ends with a request for the padding tokens. It has no keys: its result is 0, its lse -inf.
+    There is one copy of the queries per piece. Each copy ends with a request for the padding tokens, which has no keys;
+    its result is 0 and its log-sum-exp -inf.
 
     Args:
         pages: Pages of the prompts.
@@ -128,7 +129,7 @@ def _requests(
     stops: npt.NDArray[np.int64],
     last_page_lens: npt.NDArray[np.int64],
 ) -> PageLists:
-    """Return the page lists of requests that each read a slice of `pages`; each copy ends with an empty request.
+    """Return the page lists of requests that each read a slice of `pages`; end each copy with an empty request.
 
     Args:
         query_ends: [copies * (requests + 1)]; end of each request's queries.
@@ -199,9 +200,9 @@ def merge_parts(parts: Tensor, lse: Tensor, out: Tensor) -> Tensor:
     """
     if parts.shape[1:] != out.shape or lse.shape != parts.shape[:3] or parts.dtype != out.dtype:
         raise ValueError(
-            "need parts [parts, tokens, heads, dim], lse [parts, tokens, heads] and out [tokens, heads, dim] in the "
-            f"dtype of parts; found parts {tuple(parts.shape)} {parts.dtype}, lse {tuple(lse.shape)} and out "
-            f"{tuple(out.shape)} {out.dtype}"
+            "parts must have shape [parts, tokens, heads, dim], lse [parts, tokens, heads] and out [tokens, heads, "
+            f"dim] in the dtype of parts; found parts {tuple(parts.shape)} {parts.dtype}, lse {tuple(lse.shape)} and "
+            f"out {tuple(out.shape)} {out.dtype}"
         )
     if not (parts.is_contiguous() and lse.is_contiguous() and out.is_contiguous()):
         raise ValueError(

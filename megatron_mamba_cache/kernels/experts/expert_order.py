@@ -16,7 +16,7 @@ from ..overlap import await_inputs, overlapping
 from .reference_experts import ExpertOrder, order_by_expert_ref
 
 _FEW_PAIRS = {128: 1, 1024: 4, 2048: 8, 4096: 8}
-"""Number of warps for each maximum number of pairs that one program reads."""
+"""Number of warps per program, keyed by the maximum number of pairs that the program reads."""
 _CHUNK = 128
 """Number of pairs per chunk."""
 _CHUNKS_AT_A_TIME = 1024
@@ -57,7 +57,7 @@ def _count_kernel(
     ids, ranks, counts, num_pairs, num_chunks, first_expert,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Count the pairs of each expert in one chunk, and rank each pair among the chunk's pairs with its expert."""
+    """Count each expert's pairs in one chunk, and rank each pair among the chunk's pairs with the same expert."""
     await_inputs(OVERLAPS)
     chunk, lane, expert = tl.program_id(0), tl.arange(0, CHUNK), tl.arange(0, EXPERTS)
     chosen = _load_experts(ids, chunk * CHUNK + lane, num_pairs, first_expert, NUM_EXPERTS)
@@ -107,7 +107,7 @@ def _scatter_kernel(
 def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:
     """Sort (token, expert) pairs by expert; pairs with the same expert stay in token order.
 
-    Pair number `token * top_k + slot` stands for the expert `ids[token, slot]`.
+    The pair of `token` and expert `ids[token, slot]` has the number `token * top_k + slot`.
 
     Args:
         ids: [tokens, top_k] int32, contiguous.
@@ -115,13 +115,13 @@ def order_by_expert(ids: Tensor, num_experts: int, first_expert: int = 0) -> Exp
         first_expert: Global index of the first expert on this rank.
 
     Raises:
-        ValueError: If `ids` has another shape, dtype or layout, or `num_experts` is 0.
+        ValueError: If `ids` has a different shape, dtype or layout, or `num_experts` is 0.
 
     Reference: `order_by_expert_ref`. CUDA-graph safe: no host sync, one launch, or three for many pairs.
     """
     if ids.dim() != 2 or ids.dtype != torch.int32 or not ids.is_contiguous() or num_experts < 1:
         raise ValueError(
-            "ids must be contiguous int32 [tokens, top_k], with at least one expert, found ids "
+            "ids must be contiguous int32 [tokens, top_k], and num_experts at least 1; found ids "
             f"{tuple(ids.shape)} {ids.dtype} with strides {ids.stride()}, and {num_experts} experts"
         )
     if not launches_kernel(ids):

@@ -1,4 +1,4 @@
-"""Shared-memory pipeline that loads weights and rows ahead of wgmma in a grouped GEMM on Hopper; Gluon.
+"""Shared-memory pipeline of the Hopper grouped GEMM: loads weights and rows ahead of wgmma; written in Gluon.
 
 One warp loads weights and another loads rows, both with TMA. If rows must be gathered, four warps copy them and also
 load the weights.
@@ -14,7 +14,7 @@ from ..gluon_common import await_then_release, load_tile
 from . import gemm_tiles
 from .wgmma import LINE, check_addresses
 
-# Gluon is experimental and its names change: Triton 3.9's name comes first, then Triton 3.6's.
+# Gluon is experimental, and names differ between releases: Triton 3.9's comes first, then Triton 3.6's.
 copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 _Shared = gl.shared_memory_descriptor
 _reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
@@ -25,7 +25,7 @@ GROUPS = gl.constexpr(2)
 """Number of warp groups that multiply one tile."""
 MOST_ROWS = gl.constexpr(gemm_tiles.MOST_ROWS)
 _LINES_OF_ROWS = gl.constexpr(256)
-"""Number of rows allocated per stage; only MOST_ROWS for the last stage, to leave memory for results."""
+"""Number of rows allocated per stage; the last stage has only MOST_ROWS, to leave shared memory for results."""
 
 
 @aggregate
@@ -33,9 +33,10 @@ class Sizes:
     """Compile-time dimensions of a grouped GEMM and its tiles.
 
     A unit is 64 rows of weights, which give PER_UNIT outputs. The outputs of an expert are split into TILES tiles: the
-    first NUM_WIDE have UNITS units (2 or 3), the rest have UNITS - 1. Each row tile starts at an output tile TURN
-    after that of the previous row tile. A tile's inputs fill STEPS stages; the pipeline holds STAGES of them. If AHEAD,
-    weights are loaded without waiting for the previous kernel; only the loads of rows wait.
+    first NUM_WIDE have UNITS units (2 or 3), the rest have UNITS - 1. From one row tile to the next, the first output
+    tile advances by TURN. A tile's inputs fill STEPS stages; the pipeline has STAGES stages. DIVISOR is the number of
+    experts per token if rows are gathered from tokens, else 0. If AHEAD, weights are loaded without waiting for the
+    previous kernel; only the loads of rows wait.
     """
 
     UNITS: gl.constexpr
@@ -90,7 +91,8 @@ class Tile:
 class TilePipeline:
     """Operands in shared memory, and barriers that signal full and free stages.
 
-    Shapes: weights [STAGES * UNITS, *box of 64 lines]; rows [boxes, 32, DEPTH], with 8 boxes per stage, 7 in the last.
+    Shapes: weights [STAGES * UNITS, *TMA box of 64 rows]; rows [boxes, 32, DEPTH], with 8 boxes per stage, 7 in the
+    last.
     """
 
     weights: gl.shared_memory_descriptor
@@ -224,7 +226,7 @@ def fill_with_rows(rows32, pipeline, tiles, sizes):
 
 @gluon.jit
 def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
-    """Return the offsets in `x` of 64 inputs for each of 32 rows, [32, 64]; rows past the end repeat the last row."""
+    """Return the offsets in `x` of 64 inputs of 32 rows, [32, 64]; rows past the end repeat the last row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
     token = gl.load(pairs + row) // DIVISOR

@@ -21,7 +21,7 @@ _STAGE_INPUTS = 64
 _FEWEST_WEIGHTS = 65
 """Minimum number of rows of weights per expert; Triton 3.6 cannot compile `grouped_gemm_hopper` for 64, 3.7.1 can."""
 _GATED_OUTPUTS = 8
-"""In the TMA boxes of a gated layer, this many gates alternate with as many gated weights."""
+"""Number of gate rows that alternate with as many rows of gated weights in the TMA boxes of a gated layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class GemmVariant:
 
 
 def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVariant:
-    """Choose the variant from the number of (token, expert) pairs; the distribution over experts does not matter.
+    """Choose the variant for a number of (token, expert) pairs; the host does not know how many each expert has.
 
     Args:
         weight: [experts, outputs, inputs].
@@ -55,7 +55,7 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
     if not can_load_boxes(weight):
         return GemmVariant(16, 64, 64, 4, 4) if mean_rows <= 16 else GemmVariant(64, 64 if is_gated else 128, 64, 4, 3)
     if mean_rows <= 16:
-        # 144 and 108 KiB of loads in flight hide the memory latency, even with few programs.
+        # With 144 or 108 KiB of loads in flight per program, even few programs hide the memory latency.
         return (
             GemmVariant(16, 64, 64, 4, 8, loads_boxes=True)
             if is_gated
@@ -67,10 +67,10 @@ def choose_variant(num_pairs: int, weight: Tensor, *, is_gated: bool) -> GemmVar
 
 
 def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: bool, is_gated: bool) -> bool:
-    """Return True if `grouped_gemm_hopper` should be used; the distribution over experts does not matter.
+    """Return True if `grouped_gemm_hopper` supports the inputs and is expected to be the faster kernel.
 
-    Its long tiles read an expert's weights once per 224 rows, even if tokens are distributed unevenly. With very many
-    rows per expert, tiles of 128 rows are filled equally well and gather rows faster.
+    Its long tiles read an expert's weights once per 224 rows, even if tokens are distributed unevenly over experts.
+    With very many rows per expert, tiles of 128 rows are filled equally well and gather rows faster.
     """
     mean_rows = num_pairs / weight.shape[0]
     if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or weight.shape[1] < _FEWEST_WEIGHTS:
@@ -128,12 +128,12 @@ def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
     """Split the rows of each expert into tiles.
 
     Args:
-        starts: [experts + 1] int32: first row of each expert; see `ExpertOrder`.
+        starts: [experts + 1] int32: each expert's first row, then the number of rows; see `ExpertOrder`.
         num_rows: Upper bound for `starts[-1]`.
 
     Returns:
-        [1 + maximum number of tiles, 4] int32. Entry [0, 0] is the number of tiles. Each further line describes one
-        tile: its expert, its first row, and the row after its last. Other entries are undefined.
+        [1 + maximum number of tiles, 4] int32. Entry [0, 0] is the number of tiles. Entries [1 + i, :3] are tile i's
+        expert, its first row, and the row after its last row. All other entries are undefined.
 
     Reference: `tile_rows_ref`. CUDA-graph safe: no host sync, one launch.
     """

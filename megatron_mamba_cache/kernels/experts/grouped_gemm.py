@@ -1,4 +1,4 @@
-"""Grouped GEMM: multiply each expert's weights with the tokens routed to it.
+"""Grouped GEMM: multiply each expert's weights by the tokens routed to it.
 
 Layout: weights [experts, outputs, inputs], inputs contiguous; in a gated layer, the gates come before the gated
 outputs. Rows are (token, expert) pairs sorted by expert (`order_by_expert`), so an expert's weights are read once per
@@ -62,8 +62,8 @@ def _load_weights(
 def _multiply(given, weights, total, SWAPS: tl.constexpr, PRECISION: tl.constexpr):
     """Return total plus the product of rows and weights; the weights are on the left if SWAPS.
 
-    Triton's interpreter would multiply bf16 bit patterns as integers, in an order that depends on a row's position, so
-    it uses an explicit sum in fixed order.
+    In Triton's interpreter, `tl.dot` would multiply bf16 bit patterns as integers, and its order of summation would
+    depend on a row's position. There, an explicit sum in a fixed order replaces it.
     """
     left, right = (weights, given) if SWAPS else (given, weights)
     if _IS_INTERPRETED:
@@ -151,18 +151,18 @@ def grouped_gemm(
     activation: Activation = "none",
     follows_first: bool = False,
 ) -> Tensor:
-    """Multiply each row with its expert's weights, and apply the activation.
+    """Multiply each row by its expert's weights, and apply the activation.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         x: [tokens, inputs] if `top_k` is given, else [pairs, inputs] sorted by expert; inputs contiguous.
         weight: [experts, outputs, inputs], contiguous; for `gated_silu` [experts, 2 * outputs, inputs], gates first.
         order: The pairs sorted by expert; see `order_by_expert`.
         top_k: Number of experts per token; None: `x` has one row per pair.
-        activation: `squared_relu` returns max(p, 0)^2 for a product p, `gated_silu` silu(gate) * p.
-        follows_first: True if the previous launch on this stream is a GEMM with the same order for which
-            `takes_long_tiles` is True. The kernel then reads weights before that GEMM ends.
+        activation: For a product p, `none` returns p, `squared_relu` max(p, 0)^2, and `gated_silu` silu(gate) * p.
+        follows_first: True if the previous launch on this stream is the layer's first GEMM, with the same order, and
+            `takes_long_tiles` was True for it. The kernel then reads weights before that GEMM ends.
 
     Returns:
         [pairs, outputs] sorted by expert, in the dtype of `x`.
@@ -223,8 +223,7 @@ def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation
     if x.dim() != 2 or weight.dim() != 3 or weight.shape[2] != x.shape[1]:
         raise ValueError(
             f"x must have shape [rows, inputs] and weight [experts, outputs, inputs], found x {tuple(x.shape)} and "
-            "weight "
-            f"{tuple(weight.shape)}"
+            f"weight {tuple(weight.shape)}"
         )
     if activation == "gated_silu" and weight.shape[1] % 2:
         raise ValueError(
@@ -234,8 +233,8 @@ def _check(x: Tensor, weight: Tensor, order: ExpertOrder, activation: Activation
         raise ValueError(f"order.starts must have shape [{weight.shape[0] + 1}], found {tuple(order.starts.shape)}")
     if x.dtype != weight.dtype or not x.device == weight.device == order.starts.device:
         raise ValueError(
-            f"x and weight must have one dtype, and all inputs one device; found x {x.dtype} on {x.device}, weight "
-            f"{weight.dtype} on {weight.device}, order on {order.starts.device}"
+            f"x and weight must have the same dtype, and all inputs the same device; found x {x.dtype} on {x.device}, "
+            f"weight {weight.dtype} on {weight.device}, order on {order.starts.device}"
         )
     if not weight.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
         raise ValueError(

@@ -2,12 +2,12 @@
 
 Weights are the left operand and rows the right one, so a tile can have any multiple of 32 rows, up to 224, and each
 weight is read once per tile. Programs are persistent. In a program, two groups of four warps compute a tile. Each group
-multiplies 64 rows of weights with all rows of the tile. A further 64 rows of weights may be shared: each group
-multiplies them with half of the rows. This reduces reads from shared memory. The mma of a stage is awaited only
-after the mma of the next stage has started. Other warps fill the pipeline stages.
+multiplies 64 rows of weights by all rows of the tile. A further 64 rows of weights may be shared: each group
+multiplies them by half of the rows. This reduces reads from shared memory. The matmul of a stage is awaited only
+after that of the next stage has started. Other warps fill the pipeline stages.
 
-In a gated layer, eight gates alternate with eight gated outputs, so a thread holds both values for an output. The
-inputs of a row are summed in the same order in every tile. Safe in CUDA graphs: no host sync, no atomics.
+In a gated layer, eight gates alternate with eight gated outputs, so a thread holds both values that an output needs.
+The inputs of a row are summed in the same order in every tile. Safe in CUDA graphs: no host sync, no atomics.
 """
 
 from functools import cache
@@ -81,7 +81,7 @@ def _release(pipeline, step, sizes):
 def _compute_tile(
     pipeline, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
 ):
-    """Multiply this group's share of 64 * UNITS weights with at most 32 * STEPS rows, and store the results."""
+    """Multiply this group's share of 64 * UNITS rows of weights by up to 32 * STEPS rows, and store the results."""
     OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
     SHARED: gl.constexpr = STEPS if UNITS % GROUPS else 0
     UNIT: gl.constexpr = 64 * LINE
@@ -176,9 +176,9 @@ def multiply_on_hopper(
     activation: str,
     follows_first: bool,
 ) -> None:
-    """Multiply rows with their experts' weights, apply the activation, and write to `out` [pairs, outputs].
+    """Multiply rows by their experts' weights, apply the activation, and write to `out` [pairs, outputs].
 
-    The arguments are those of `grouped_gemm`. Long because the kernel has many named arguments.
+    The arguments are those of `grouped_gemm`. The function is long because the kernel has many arguments.
 
     Args:
         x, weight: bf16, aligned to 16 bytes. The number of inputs must be a multiple of DEPTH, and in a gated layer the
@@ -219,10 +219,11 @@ def multiply_on_hopper(
 
 
 def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
-    """Return the number of 64-weight units per tile: 3 if there are enough tiles, to read rows less often, else 2.
+    """Return the number of units (64 rows of weights) per output tile: 2 or 3.
 
-    If num_units % 3 is 1, tiles of 3 units leave two narrow tiles. With many rows, these cost more than tiles of 2
-    units. With few rows, loading weights limits the GEMM, and wider tiles keep more loads in flight.
+    Tiles of 3 units read rows less often, but need enough tiles to fill the GPU. If num_units % 3 is 1, they leave two
+    narrow tiles. With many rows per expert, these cost more than tiles of 2 units would. With few rows, loading weights
+    limits the GEMM, and wider tiles keep more loads in flight.
     """
     if num_units < 3 or num_units == 4 or num_experts * num_units < 12 * num_programs:
         return 2

@@ -25,7 +25,7 @@ def takes_shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> bool
 
 
 def shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
-    """Multiply all tokens with one expert's weights, and apply the activation.
+    """Multiply all tokens by the shared expert's weights, and apply the activation.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
@@ -45,9 +45,9 @@ def shared_gemm(x: Tensor, weight: Tensor, activation: Activation) -> Tensor:
 
 @cache
 def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
-    """Return the order and row tiles for tokens that are all routed to one expert; cached, because graphs read it.
+    """Return the order and row tiles for tokens that all use one expert; cached, because CUDA graphs keep reading it.
 
-    It is computed on the host: within `compiling_ahead`, a kernel would not be launched and would leave it undefined.
+    The host computes it, because `compiling_ahead` only compiles kernels, which would leave it undefined.
     """
     tokens = torch.arange(num_tokens, dtype=torch.int32, device=device)
     starts = torch.tensor([0, num_tokens], dtype=torch.int32)
@@ -57,16 +57,16 @@ def _order_of_one(num_tokens: int, device: torch.device) -> ExpertOrder:
 class OverlappedExpert:
     """Computation of the shared expert, which runs on a second stream inside CUDA graphs.
 
-    With few tokens, reading the shared expert's weights dominates. It then overlaps with routing, whose small kernels
-    leave the memory bandwidth idle. Routing is launched first so that its programs do not wait for those of larger
-    kernels. The routed GEMMs fill the GPU, so the second stream has high priority. With more tokens, the shared
-    expert's programs occupy whole multiprocessors and would delay routing. It is then launched after routing, and uses
-    the multiprocessors that the routed GEMMs leave idle. In eager mode, a second stream costs more host time than it
-    saves, so the current stream is used.
+    With few tokens, the shared expert is limited by reading its weights. It then overlaps with routing, because the
+    small routing kernels leave the memory bandwidth idle. Routing is launched first so that its programs do not wait
+    for those of larger kernels. The routed GEMMs fill the GPU, so the second stream has high priority. With more
+    tokens, the shared expert's programs occupy whole multiprocessors and would delay routing. It is then launched after
+    routing, and uses the multiprocessors that the routed GEMMs leave idle. In eager mode, a second stream costs more
+    host time than it saves, so the current stream is used.
 
     Args:
-        begin: Called immediately. It may launch work that does not slow down routing, and returns a function that
-            computes the output [tokens, hidden].
+        begin: Called by the constructor. It may launch work that does not slow down routing, and returns a function
+            that computes the output [tokens, hidden].
     """
 
     def __init__(self, begin: Callable[[], Callable[[], Tensor]], device: torch.device) -> None:
@@ -81,7 +81,7 @@ class OverlappedExpert:
             self._compute = begin()
 
     def launch(self, *, after_queued: bool) -> None:
-        """Launch the computation; if `after_queued`, it waits for all work queued on the current stream."""
+        """Launch the computation; if `after_queued`, it starts after all work queued on the current stream."""
         if after_queued and self._stream is not None and self._inputs is not None:
             self._inputs.record()
             self._stream.wait_event(self._inputs)

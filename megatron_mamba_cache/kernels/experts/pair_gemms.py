@@ -1,8 +1,8 @@
-"""First GEMM of an MoE layer for a few tokens: each token with each of its experts, and with the shared expert.
+"""First GEMM of an MoE layer for few tokens: multiply each token by the weights of all of its experts.
 
-Grid: first one program per token and output tile of the shared expert, then one per (token, expert) pair and output
-tile, in token order. A token's result does not depend on other tokens. Accumulation is in fp32. Safe in CUDA graphs: no
-host sync, no atomics.
+The shared expert may be included. Grid: first one program per token and output tile of the shared expert, then one per
+(token, expert) pair and output tile, in token order. A token's result does not depend on other tokens. Accumulation is
+in fp32. Safe in CUDA graphs: no host sync, no atomics.
 """
 
 import torch
@@ -39,17 +39,17 @@ def check_few(
 
     Args:
         x: [tokens * rows_of_token, inputs].
+        rows_of_token: Number of rows of `x` per token: 1, or one per expert.
         shared_x: Input of the shared expert; None: `x`.
     """
     if weight.dim() != 3 or ids.dim() != 2 or x.shape != (ids.shape[0] * rows_of_token, weight.shape[2]):
         raise ValueError(
-            f"shapes must be weight [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, "
-            "inputs], "
-            f"found weight {tuple(weight.shape)}, ids {tuple(ids.shape)} and x {tuple(x.shape)}"
+            f"weight must have shape [experts, outputs, inputs], ids [tokens, top_k] and x [{rows_of_token} * tokens, "
+            f"inputs], found weight {tuple(weight.shape)}, ids {tuple(ids.shape)} and x {tuple(x.shape)}"
         )
     if x.dtype != weight.dtype or ids.dtype != torch.int32 or not x.device == weight.device == ids.device:
         raise ValueError(
-            "x and weight must have one dtype, ids must be int32, and all must be on one device; found x "
+            "x and weight must have the same dtype, ids must be int32, and all must be on the same device; found x "
             f"{x.dtype} on {x.device}, weight {weight.dtype} on {weight.device}, ids {ids.dtype} on {ids.device}"
         )
     if not weight.is_contiguous() or not ids.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
@@ -64,15 +64,15 @@ def check_few(
         rows_of_token if shared_x is None else 1
     ):
         raise ValueError(
-            "the shared expert needs weight [outputs, inputs] and one row [inputs] per token, found weight "
-            f"{tuple(shared_weight.shape)} and rows {tuple(given.shape)} for {len(ids)} tokens"
+            "the shared expert's weight must have shape [outputs, inputs], and its input one row [inputs] per token; "
+            f"found weight {tuple(shared_weight.shape)} and input {tuple(given.shape)} for {len(ids)} tokens"
         )
     if not shared_weight.dtype == given.dtype == x.dtype or not (
         shared_weight.is_contiguous() and given.is_contiguous()
     ):
         raise ValueError(
-            f"the shared expert needs contiguous {x.dtype} weight and rows, found weight {shared_weight.dtype} with "
-            f"strides {shared_weight.stride()}, rows {given.dtype} with strides {given.stride()}"
+            f"weight and input of the shared expert must be contiguous {x.dtype}, found weight {shared_weight.dtype} "
+            f"with strides {shared_weight.stride()} and input {given.dtype} with strides {given.stride()}"
         )
 
 
@@ -86,7 +86,7 @@ def _activated_gemm(
     INPUTS: tl.constexpr, ACTIVATION: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, AWAITS: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ROWS rows of weights with a vector and apply the activation; return [ROWS].
+    """Multiply ROWS rows of weights by a vector and apply the activation; return [ROWS].
 
     If AWAITS, wait for the previous kernel after the first weights are loaded.
 
@@ -172,9 +172,9 @@ def pair_gemm(
     activation: Activation = "none",
     first_expert: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Multiply each token with the weights of each of its experts and of the shared expert; apply the activation.
+    """Multiply each token by the weights of each of its experts and of the shared expert; apply the activation.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         x: [tokens, inputs]; inputs contiguous.
@@ -186,8 +186,8 @@ def pair_gemm(
         first_expert: Global index of the first expert on this rank.
 
     Returns:
-        First [tokens * top_k, outputs] in the dtype of `x`; rows for experts on other ranks are undefined. Then the
-        shared expert's [tokens, shared outputs], where shared outputs is 0 without a shared expert.
+        Two tensors in the dtype of `x`: [tokens * top_k, outputs], where rows for experts on other ranks are undefined,
+        and [tokens, shared outputs] for the shared expert; shared outputs is 0 if there is none.
 
     Raises:
         ValueError: If shapes, dtypes or strides disagree.

@@ -18,7 +18,7 @@ from .routing_rule import RoutingRule, SharedGate
 
 
 def router_logits_ref(x: Tensor, gate: Tensor) -> Tensor:
-    """Torch reference for `router_logits`; returns a single part."""
+    """Torch reference for `router_logits`; returns the logits as a single part, [1, tokens, experts]."""
     dtype = compute_dtype(x)
     return F.linear(x.to(dtype), gate.to(dtype)).unsqueeze(0)
 
@@ -33,7 +33,7 @@ def route_ref(
     """Torch reference for `route`."""
     logits = (logits if logits.dtype == torch.float64 else logits.float()).sum(0)
     scores = logits.sigmoid() if rule.score == "sigmoid" else logits.softmax(-1)
-    # A softmax may round several small scores to 0, so order by the logits.
+    # A softmax may round several small scores to 0, so sort by the logits.
     choice = scores if rule.score == "sigmoid" else logits
     choice = choice if bias is None else scores + bias.to(scores.dtype)
     if rule.num_groups > 1:
@@ -56,7 +56,7 @@ def route_ref(
 
 @dataclass(frozen=True)
 class ExpertOrder:
-    """(token, expert) pairs sorted by expert.
+    """The (token, expert) pairs of a layer, sorted by expert.
 
     Args:
         pairs: [tokens * top_k] int32: pair numbers token * top_k + slot, ascending for each expert. Entries from
@@ -177,12 +177,12 @@ def check_weights(weights: Tensor, num_tokens: int, top_k: int) -> None:
     if weights.shape not in ((num_tokens, top_k), (num_tokens, top_k + 1)) or not weights.is_contiguous():
         raise ValueError(
             f"weights must be contiguous [{num_tokens}, {top_k}], or [{num_tokens}, {top_k + 1}] with a shared expert, "
-            f"found {tuple(weights.shape)}, strides {weights.stride()}"
+            f"found shape {tuple(weights.shape)} with strides {weights.stride()}"
         )
 
 
 def _weighted_addend(addend: Tensor, weights: Tensor, top_k: int) -> Tensor:
-    """Return the addend in the compute dtype; if `weights` have a column for it, multiply by that and round."""
+    """Return the addend in the compute dtype; if `weights` has a column for it, multiply it by that and round."""
     dtype = compute_dtype(addend)
     if weights.shape[1] == top_k:
         return addend.to(dtype)

@@ -19,16 +19,21 @@ _MOST_SHARED_TOKENS = 2
 
 
 class SharedExpert(NamedTuple):
-    """Weights of the shared expert: [inner, inputs], or [2 * inner, inputs] with gates first; then [outputs, inner]."""
+    """Weights of the shared expert's two GEMMs.
+
+    Args:
+        first: [inner, inputs]; for gated activations [2 * inner, inputs], gates first.
+        second: [outputs, inner].
+    """
 
     first: Tensor
     second: Tensor
 
 
 def takes_shared_expert(x: Tensor) -> bool:
-    """Return True if `routed_experts` should compute the shared expert too: with a kernel, for one or two tokens.
+    """Return True if `routed_experts` should also compute the shared expert: for one or two tokens, with kernels.
 
-    It reads the shared weights once per token, so with more tokens a separate GEMM is faster.
+    These kernels read the shared weights once per token, so with more tokens a separate GEMM is faster.
     """
     return len(x) <= _MOST_SHARED_TOKENS and launches_kernel(x) and is_computed_in_fp32(x)
 
@@ -47,9 +52,9 @@ def routed_experts(
     shared: SharedExpert | None = None,
     overlapped: OverlappedExpert | None = None,
 ) -> Tensor:
-    """Return the weighted sum over each token's experts on this rank.
+    """Return the weighted sum of the outputs of each token's experts on this rank.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         x: [tokens, inputs].
@@ -59,12 +64,13 @@ def routed_experts(
         first: [experts, inner, inputs]; for gated activations [experts, 2 * inner, inputs], as in `grouped_gemm`.
         second: [experts, outputs, inner].
         activation: Activation that is fused into the first GEMM.
-        apart: Activation that is applied to the first GEMM's result by a separate function; None: no such activation.
+        apart: Function that applies an activation to the first GEMM's result; None: `activation` is the only one.
         first_expert: Global index of the first expert on this rank.
         addend: Function that returns [tokens, outputs] to add to the sum. It is called after all independent work has
             been launched, so it may wait for another stream. None: nothing to add.
         shared: Weights of the shared expert, whose output is added; requires `takes_shared_expert(x)` and no `apart`.
-        overlapped: Shared expert to launch at the point where it costs least; its output is not added. None: nothing.
+        overlapped: Shared expert to launch where it delays other kernels least; its output is not added. None: nothing
+            to launch.
 
     Returns:
         [tokens, outputs] in the dtype of `x`.
@@ -76,8 +82,8 @@ def routed_experts(
     """
     if shared is not None and (apart is not None or not takes_shared_expert(x)):
         raise ValueError(
-            f"the shared expert can be fused for at most {_MOST_SHARED_TOKENS} tokens, without a separate activation, "
-            f"found {len(x)} {x.dtype} tokens; compute it separately and pass its output as addend"
+            f"the shared expert can be fused only for up to {_MOST_SHARED_TOKENS} tokens without a separate "
+            f"activation, found {len(x)} tokens in {x.dtype}; compute it separately and pass its output as addend"
         )
     is_gated = activation == "gated_silu"
     fills_card = takes_long_tiles(x, first, ids.numel(), is_gathered=True, is_gated=is_gated)

@@ -1,11 +1,11 @@
-"""Router logits: multiply tokens with the router's weights, in fp32.
+"""Router logits: multiply tokens by the router's weights, accumulating in fp32.
 
-Up to 2,048 tokens (4,096 with at most 128 experts) would use few multiprocessors. So the input dimension is split into
-parts, and the routing kernel adds the partial logits in a fixed order. A single token in a 16-bit dtype uses
-`multiply_one_token`.
+An ordinary GEMM for up to 2,048 tokens (4,096 with at most 128 experts) would use few multiprocessors. The input
+dimension is therefore split into parts, and the routing kernel adds the partial logits in a fixed order. A single token
+in a 16-bit dtype uses `multiply_one_token`.
 
-Safe in CUDA graphs. A token's logits are bit-identical for all batch sizes within each of these ranges: 1 token, up to
-256, up to 2,048, up to 4,096, and more.
+Safe in CUDA graphs. A token's logits are bit-identical for all batch sizes within one range; the ranges end at 1, 256,
+2,048 and 4,096 tokens.
 """
 
 import torch
@@ -102,7 +102,7 @@ def router_logits(x: Tensor, gate: Tensor) -> Tensor:
 def _parts_of_inputs(num_tokens: int, num_experts: int) -> int:
     if num_tokens <= 2048:
         return 8
-    # With more experts there are enough programs; splitting would only add memory traffic.
+    # More experts give enough programs without a split, which would only add memory traffic.
     return 4 if num_tokens <= 4096 and num_experts <= 2 * _EXPERTS else 1
 
 
@@ -114,6 +114,6 @@ def _check_products(x: Tensor, gate: Tensor) -> None:
         )
     if x.dtype != gate.dtype or x.device != gate.device:
         found = f"x {x.dtype} on {x.device}, gate {gate.dtype} on {gate.device}"
-        raise ValueError(f"x and gate must have one dtype and device, found {found}")
+        raise ValueError(f"x and gate must have the same dtype and device, found {found}")
     if not gate.is_contiguous() or (x.shape[1] > 1 and x.stride(1) != 1):
-        raise ValueError(f"inputs must be contiguous, found strides x {x.stride()}, gate {gate.stride()}")
+        raise ValueError(f"inputs of x and gate must be contiguous, found strides x {x.stride()}, gate {gate.stride()}")

@@ -31,14 +31,14 @@ def _ordered(score):
 
 @triton.jit
 def _first_best(key, number, axis: tl.constexpr):
-    """Return the lowest number among the entries with the largest key; each reduction is one warp instruction."""
+    """Return the lowest `number` among the entries with the largest key; each reduction is one warp instruction."""
     best = tl.max(key, axis=axis, keep_dims=True)
     return tl.min(tl.where(key == best, number, 0x7FFFFFFF), axis=axis, keep_dims=True)
 
 
 @triton.jit
 def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """Return the mask [GROUPS, 1] of the groups whose top experts have the highest total score."""
+    """Return the mask [GROUPS, 1] of the groups with the highest sums of their NUM_SCORING largest scores."""
     member = tl.arange(0, key.shape[1])[None, :]
     total = tl.max(choice, axis=1, keep_dims=True)
     for _ in tl.static_range(1, NUM_SCORING):
@@ -56,7 +56,7 @@ def _best_groups(choice, key, group, NUM_GROUPS: tl.constexpr, NUM_SCORING: tl.c
 
 @triton.jit
 def _sum_slices(pointers, part_stride, exists, PARTS: tl.constexpr):
-    """Sum partial logits over parts; return minus infinity for padding experts."""
+    """Sum partial logits over parts; return minus infinity for entries that pad the experts."""
     logit = tl.load(pointers, mask=exists, other=float("-inf")).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         logit += tl.load(pointers + part * part_stride, mask=exists, other=0).to(tl.float32)
@@ -84,7 +84,7 @@ def _route_kernel(
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PADDING: tl.constexpr, NORMALIZES: tl.constexpr,
     GATE_INPUTS: tl.constexpr, GATE_WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Select the experts for one token and compute their weights. Long because it has many arguments."""
+    """Select the experts for one token and compute their weights. The kernel is long because it has many arguments."""
     await_inputs(OVERLAPS)
     token = tl.program_id(0).to(tl.int64)
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
@@ -139,13 +139,13 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Select the experts for each token, highest score first, and compute their weights.
 
-    Among experts with equal scores, the lowest index is chosen. The reference handles float64 logits. Long because
-    all arguments are documented.
+    Among experts with equal scores, the lowest index wins. float64 logits use the reference. The
+    function is long because all of its arguments are documented.
 
     Args:
         logits: [parts, tokens, experts], summed over parts; experts contiguous.
         bias: [experts], added to the scores for the selection but not for the weights; None: no bias.
-        is_real: [tokens] int32, 0 for padding tokens, which get expert -1; None: there is no padding.
+        is_real: [tokens] int32, 0 for padding tokens, which get expert -1 and weight 0; None: no padding.
         shared: Gate of the shared expert; None: the shared expert has no gate.
 
     Returns:
@@ -207,29 +207,28 @@ def _check(logits: Tensor, bias: Tensor | None, rule: RoutingRule) -> None:
     if logits.dim() != 3 or (bias is not None and bias.shape != logits.shape[2:]):
         found = "none" if bias is None else tuple(bias.shape)
         raise ValueError(
-            "logits must have shape [parts, tokens, experts] and bias [experts] or be None, found logits "
-            f"{tuple(logits.shape)} and "
-            f"bias {found}"
+            "logits must have shape [parts, tokens, experts], and bias [experts] if given; found logits "
+            f"{tuple(logits.shape)} and bias {found}"
         )
     rule.check(logits.shape[2])
     if logits.shape[2] > 1 and (logits.stride(2) != 1 or (bias is not None and bias.stride(0) != 1)):
         raise ValueError(f"experts must be contiguous in logits and bias, found logits strides {logits.stride()}")
     if bias is not None and bias.device != logits.device:
         devices = f"logits on {logits.device} and bias on {bias.device}"
-        raise ValueError(f"logits and bias must be on one device, found {devices}")
+        raise ValueError(f"logits and bias must be on the same device, found {devices}")
 
 
 def _check_gate(shared: SharedGate, logits: Tensor) -> None:
     x, weight = shared
     if x.dim() != 2 or len(x) != logits.shape[1] or weight.shape != (1, x.shape[1]):
         raise ValueError(
-            f"the shared expert's gate needs x [{logits.shape[1]}, inputs] and weight [1, inputs], found x "
+            f"the shared expert's gate must have x [{logits.shape[1]}, inputs] and weight [1, inputs], found x "
             f"{tuple(x.shape)} and weight {tuple(weight.shape)}"
         )
     if x.dtype != weight.dtype or not x.device == weight.device == logits.device:
         raise ValueError(
-            f"the shared expert's gate needs x and weight with one dtype on {logits.device}, found x {x.dtype} on "
-            f"{x.device} and weight {weight.dtype} on {weight.device}"
+            f"x and weight of the shared expert's gate must have the same dtype on {logits.device}, found x {x.dtype} "
+            f"on {x.device} and weight {weight.dtype} on {weight.device}"
         )
     if x.shape[1] > 1 and not x.stride(1) == weight.stride(1) == 1:
         strides = f"x {x.stride()}, weight {weight.stride()}"

@@ -26,8 +26,8 @@ class RoutingRule:
         top_k: Number of experts per token.
         score: `sigmoid` of each logit, or `softmax` over all experts.
         num_groups: Number of equal groups of consecutive experts; 1: no groups.
-        top_groups: Number of groups, those with the highest scores, from which a token's experts are selected.
-        num_scoring: Number of highest expert scores in a group that are added to give the group's score.
+        top_groups: Number of groups with the highest scores, from which a token's experts are selected.
+        num_scoring: A group's score is the sum of this many of its highest expert scores.
         normalizes: If True, divide the weights of a token by their sum.
         scale: Factor for all weights.
 
@@ -48,9 +48,9 @@ class RoutingRule:
             raise ValueError(f"score must be 'sigmoid' or 'softmax', found {self.score!r}")
         if min(self.top_k, self.num_scoring) < 1 or not 1 <= self.top_groups <= self.num_groups:
             raise ValueError(
-                "required: top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups; found "
-                f"top_k {self.top_k}, num_scoring {self.num_scoring}, top_groups {self.top_groups}, "
-                f"num_groups {self.num_groups}"
+                "a routing rule must have top_k >= 1, num_scoring >= 1 and 1 <= top_groups <= num_groups; found top_k "
+                f"{self.top_k}, num_scoring {self.num_scoring}, top_groups {self.top_groups}, num_groups "
+                f"{self.num_groups}"
             )
 
     def check(self, num_experts: int) -> None:

@@ -1,4 +1,4 @@
-"""Second GEMM of an MoE layer for a few tokens, fused with the weighted sum over experts and the shared expert.
+"""Second GEMM of an MoE layer for few tokens, fused with the weighted sum over experts and the shared expert.
 
 Grid: one program per token and output tile; it processes the token's experts in order, then the shared expert. A
 token's result does not depend on other tokens. Accumulation is in fp32. Safe in CUDA graphs: no host sync, no atomics.
@@ -16,7 +16,7 @@ from .pair_gemms import check_few, tile_width
 from .reference_experts import check_weights, summed_gemm_ref
 
 _ROWS = 2
-"""Number of outputs per program; with four, slightly more than one wave of programs would leave a long tail."""
+"""Number of outputs per program; four would give slightly more programs than run in one wave, so some would idle."""
 _AHEAD = 1
 """Number of experts per token whose weights are loaded before the kernel waits for the first GEMM."""
 _MOST_UNROLLED = 10
@@ -25,7 +25,7 @@ _MOST_UNROLLED = 10
 
 @triton.jit
 def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Multiply ROWS rows of weights with a vector; return partial sums [ROWS, WIDTH], zeros unless `is_here`."""
+    """Multiply ROWS rows of weights by a vector; return partial sums [ROWS, WIDTH], zeros unless `is_here`."""
     element = tl.arange(0, WIDTH)
     total = tl.zeros([ROWS, WIDTH], tl.float32)
     for begin in tl.static_range(0, INPUTS, WIDTH):
@@ -38,7 +38,7 @@ def _multiply(vector, weights, is_here, INPUTS: tl.constexpr, ROWS: tl.constexpr
 
 @triton.jit
 def _expert_of(weight, ids, pair, first_expert, NUM_EXPERTS: tl.constexpr, SIZE: tl.constexpr):
-    """Return a pointer to the weights of a pair's expert, and True if the expert is on this rank."""
+    """Return a pointer to the weights of a pair's expert, and a flag that is True if the expert is on this rank."""
     expert = tl.load(ids + pair).to(tl.int64) - first_expert
     return weight + expert * SIZE, (expert >= 0) & (expert < NUM_EXPERTS)
 
@@ -61,9 +61,9 @@ def _sum_kernel(
     NUM_EXPERTS: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr, SHARED: tl.constexpr, AHEAD: tl.constexpr,
     UNROLLS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Sum ROWS outputs of a token over its experts and the shared expert. Long because it has many arguments."""
+    """Sum ROWS elements of a token's output over all experts. The kernel is long because it has many arguments."""
     if FOLLOWS_PAIRS:
-        release(OVERLAPS)  # the expert ids were complete before the first GEMM started
+        release(OVERLAPS)  # no need to wait: routing ended before the first GEMM started
     else:
         await_inputs(OVERLAPS)
     token = tl.program_id(1).to(tl.int64)
@@ -125,25 +125,26 @@ def summed_gemm(
     first_expert: int = 0,
     follows_pairs: bool = False,
 ) -> Tensor:
-    """Multiply the rows of each token with their experts' weights, and return the weighted sum over experts.
+    """Multiply the rows of each token by their experts' weights, and return the weighted sum over experts.
 
-    Long because all arguments are documented.
+    The function is long because all of its arguments are documented.
 
     Args:
         rows: [tokens * top_k, inputs], contiguous; rows for experts on other ranks are not read.
         weight: [experts, outputs, inputs], contiguous.
         ids: [tokens, top_k] int32, contiguous: the experts of each token.
         shares: [tokens, top_k] float32, contiguous: weight of each expert; or [tokens, top_k + 1], whose last column
-            weighs the shared expert's output, or the addend if there is none. A weighted addend is rounded first.
+            weighs the shared expert's output, or the addend if there is no shared expert. A weighted addend is rounded
+            before it is added.
         addend: [tokens, outputs], contiguous, added to the sum; None: nothing to add.
         shared_rows: [tokens, shared inputs], contiguous: inputs of the shared expert's second GEMM.
         shared_weight: [outputs, shared inputs], contiguous; None: no shared expert.
         first_expert: Global index of the first expert on this rank.
-        follows_pairs: True if the previous launch on this stream is `pair_gemm` with the same `ids`, and no event of
-            another stream is awaited in between. The kernel then reads weights before `pair_gemm` ends.
+        follows_pairs: True if the previous launch on this stream is `pair_gemm` with the same `ids`, and the stream
+            waits for no other stream in between. The kernel then reads weights before `pair_gemm` ends.
 
     Returns:
-        [tokens, outputs] in the dtype of `rows`; products are summed before they are rounded.
+        [tokens, outputs] in the dtype of `rows`; the fp32 sum is rounded once.
 
     Raises:
         ValueError: If shapes, dtypes or strides disagree.

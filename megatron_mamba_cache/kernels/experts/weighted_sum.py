@@ -32,7 +32,7 @@ def _sum_of_ranks_kernel(
 
 
 def sum_of_ranks(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -> Tensor:
-    """Return the sum over ranks for the first `num_tokens` rows.
+    """Return the sum over ranks of the first `num_tokens` rows.
 
     Args:
         parts: [ranks, rows, outputs], contiguous.
@@ -82,7 +82,7 @@ def _weighted_sum_kernel(
     for slot in tl.static_range(TOP_K):  # unrolled without branches, so that all loads are issued together
         position = tl.load(positions + token * TOP_K + slot).to(tl.int64)
         weight = tl.where(position >= 0, tl.load(weights + token * NUM_WEIGHTS + slot), 0)
-        is_there = tl.where(inside, position, -1) >= 0  # for the interpreter, `inside & (position >= 0)` is not a mask
+        is_there = tl.where(inside, position, -1) >= 0  # the interpreter rejects `inside & (position >= 0)`
         row = tl.load(rows + tl.maximum(position, 0) * OUTPUTS + column, mask=is_there, other=0)
         total += weight * row.to(tl.float32)
     if HAS_ADDEND:

@@ -1,10 +1,10 @@
-"""wgmma on Hopper for 64 rows of weights and any multiple of 16 token rows, on four warps; PTX in Gluon.
+"""Inline PTX for wgmma in Gluon: four warps multiply 64 rows of weights by any multiple of 16 token rows.
 
-Gluon's own mma needs a power of two as the number of token rows: 112 rows would take three calls, each of which reads
-the weights from shared memory again. Here the sums for 64 weights are a tuple of tensors [64, 16]; concatenated, their
-registers are the accumulator of one wgmma.
+Gluon's own wgmma requires the number of token rows to be a power of two: 112 rows would take three calls, each of which
+reads the weights from shared memory again. Here the sums for 64 rows of weights are a tuple of tensors [64, 16];
+concatenated, their registers are the accumulator of one wgmma.
 
-Gluon does not expose the addresses of its allocations, but puts larger ones first: here the rows of the pipeline,
+Gluon does not expose the addresses of its allocations, but larger ones come first: here the rows of the pipeline,
 then its weights. `check_addresses` traps if the layout differs.
 """
 
@@ -28,7 +28,7 @@ def _mma_text(OWN, SHARED):
     products = []
     for name, steps in (("own", OWN), ("shared", SHARED)):
         if steps:
-            # A matrix descriptor: address / 16, the stride of eight lines (1,024 bytes / 16), and the swizzle mode.
+            # A matrix descriptor holds address / 16, the stride of 8 lines (1,024 bytes / 16), and the swizzle mode.
             for matrix in (f"{name}_weights", f"{name}_rows"):
                 text += f"""
         .reg .b64 {matrix};
@@ -61,7 +61,7 @@ def _types(COUNT):
 
 @gluon.jit
 def no_sums(COUNT: gl.constexpr):
-    """Return COUNT zero tensors [64, 16]."""
+    """Return a tuple of COUNT zero tensors [64, 16], in which sums are accumulated."""
     return (gl.zeros([64, ROW_STEP], gl.float32, layout=_STEP_LAYOUT),) * COUNT
 
 
@@ -70,8 +70,8 @@ def begin_mma(sums, own_weights, own_rows, shared_weights, shared_rows, OWN: gl.
     """Start one or two asynchronous matmuls over 64 inputs that are added to `sums`; call `await_mma` to use them.
 
     Args:
-        sums: OWN tensors for the group's own 64 weights and 16 * OWN rows, then SHARED tensors for the shared 64
-            weights and 16 * SHARED rows.
+        sums: OWN tensors for the group's own 64 rows of weights and 16 * OWN token rows, then SHARED tensors for the
+            shared 64 rows of weights and 16 * SHARED token rows.
         own_weights, own_rows, shared_weights, shared_rows: Byte offsets of the operands from the first allocation;
             multiples of 1,024. If OWN or SHARED is 0, its offsets are ignored.
     """

@@ -46,9 +46,9 @@ def _gated_group_norm_kernel(
 def gated_group_norm(
     y: Tensor, z: Tensor | None, weight: Tensor, group_size: int, eps: float, offset: float = 0.0
 ) -> Tensor:
-    """Return RMSNorm(y * silu(z)) over groups of channels, times `weight` + `offset`; RMSNorm(y) without `z`.
+    """Return RMSNorm(y * silu(z)), or RMSNorm(y) without `z`, over groups of channels, times (weight + offset).
 
-    Results are bit-identical for any batch size. The reference runs for float64 inputs and if a gradient is needed.
+    Results are bit-identical for any batch size. float64 inputs, and inputs that need a gradient, use the reference.
 
     Args:
         y, z: [tokens, channels]; channels contiguous.
@@ -108,4 +108,4 @@ def _check(y: Tensor, z: Tensor | None, weight: Tensor, group_size: int) -> None
         raise ValueError(f"channels must be contiguous, found strides {strides}")
     if not y.device == z.device == weight.device:
         devices = f"y on {y.device}, z on {z.device}, weight on {weight.device}"
-        raise ValueError(f"y, z and weight must be on one device, found {devices}")
+        raise ValueError(f"y, z and weight must be on the same device, found {devices}")

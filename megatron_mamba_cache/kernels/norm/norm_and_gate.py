@@ -43,7 +43,7 @@ def _norm_and_gate_kernel(
 def norm_and_gate(y: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the RMS norm of each head of `y`, times `weight` and silu(z).
 
-    Results are bit-identical for any batch size. The reference runs for float64 inputs and if a gradient is needed.
+    Results are bit-identical for any batch size. float64 inputs, and inputs that need a gradient, use the reference.
 
     Args:
         y, z: [tokens, heads * head_dim]; channels contiguous.
@@ -95,10 +95,10 @@ def _check(y: Tensor, z: Tensor, weight: Tensor) -> None:
         )
     if not y.dtype == z.dtype == weight.dtype:
         dtypes = f"y {y.dtype}, z {z.dtype}, weight {weight.dtype}"
-        raise ValueError(f"y, z and weight must have one dtype, found {dtypes}")
+        raise ValueError(f"y, z and weight must have the same dtype, found {dtypes}")
     if y.shape[1] > 1 and not (y.stride(1) == z.stride(1) == 1 and weight.is_contiguous()):
         strides = f"y {y.stride()}, z {z.stride()}, weight {weight.stride()}"
         raise ValueError(f"channels must be contiguous, found strides {strides}")
     if not y.device == z.device == weight.device:
         devices = f"y on {y.device}, z on {z.device}, weight on {weight.device}"
-        raise ValueError(f"y, z and weight must be on one device, found {devices}")
+        raise ValueError(f"y, z and weight must be on the same device, found {devices}")

@@ -1,4 +1,4 @@
-"""Fused residual add and RMS norm, between two layers.
+"""Fused residual add and RMS norm between two layers.
 
 Layout: contiguous tokens. Grid: one program per token, which holds its channels in registers. The sum is rounded before
 it is normalized, so both results are bit-identical to separate passes. Arithmetic is in fp32. Safe in CUDA graphs: no
@@ -45,11 +45,11 @@ def add_and_norm(
 
     Args:
         output, residual: [..., channels], contiguous.
-        weight: [channels]; no kernel that may still be running may write it.
+        weight: [channels]; must not be written by a kernel that may still be running.
         offset: Added to the weights in fp32; 1 for a zero-centered norm.
 
     Returns:
-        Both [..., channels], contiguous, in the residual's dtype.
+        The sum and the norm, each [..., channels], contiguous, in the residual's dtype.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -84,13 +84,13 @@ def add_and_norm(
 def _check(output: Tensor, residual: Tensor, weight: Tensor) -> None:
     if output.shape != residual.shape or output.dtype != residual.dtype or weight.shape != residual.shape[-1:]:
         raise ValueError(
-            "output and residual must have one dtype and shape [..., channels], and weight [channels]; found output "
-            f"{tuple(output.shape)} {output.dtype}, residual {tuple(residual.shape)} {residual.dtype}, "
-            f"weight {tuple(weight.shape)}"
+            "output and residual must have the same dtype and shape [..., channels], and weight [channels]; found "
+            f"output {tuple(output.shape)} {output.dtype}, residual {tuple(residual.shape)} {residual.dtype}, weight "
+            f"{tuple(weight.shape)}"
         )
     if not (output.is_contiguous() and residual.is_contiguous() and weight.is_contiguous()):
         strides = f"output {output.stride()}, residual {residual.stride()}, weight {weight.stride()}"
-        raise ValueError(f"tensors must be contiguous, found strides {strides}")
+        raise ValueError(f"output, residual and weight must be contiguous, found strides {strides}")
     if not output.device == residual.device == weight.device:
         devices = f"output on {output.device}, residual on {residual.device}, weight on {weight.device}"
-        raise ValueError(f"tensors must be on one device, found {devices}")
+        raise ValueError(f"output, residual and weight must be on the same device, found {devices}")

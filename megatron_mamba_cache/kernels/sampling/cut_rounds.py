@@ -1,7 +1,7 @@
-"""First rounds of the top-k and top-p search: narrow the range of logits that contains the last kept token.
+"""First rounds of the top-k and top-p search: narrow the range of logits that contains that of the last kept token.
 
-`token_cuts` describes the algorithm. In each round, a program measures a tile of a row: the number or the weight of the
-logits at or above each pivot. The last program of the row to finish sums all measures in a fixed order and sets the
+`token_cuts` describes the algorithm. In each round, a program measures one tile of a row: the number or the weight of
+the logits at or above each pivot. The last program of the row to finish sums all measures in a fixed order and sets the
 next pivots. After the rounds, each tile lists its tokens between the last two pivots.
 """
 
@@ -10,8 +10,8 @@ import triton.language as tl
 
 from .row_tiles import least_logit, load_logits, row_peak, weights_of
 
-# State of a row's search: upper and lower bound of the last kept logit, measure of the logits from the upper bound on,
-# measure to reach, and a flag that only few tokens are left in between.
+# State of a row's search: upper and lower bound of the last kept logit, measure of the logits at or above the upper
+# bound, measure to reach, and a flag that is set once only few tokens are between the bounds.
 UPPER, LOWER, ABOVE, TARGET, IS_DONE = (tl.constexpr(index) for index in range(5))
 FIELDS = tl.constexpr(5)
 

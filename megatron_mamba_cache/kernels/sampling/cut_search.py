@@ -92,10 +92,10 @@ def _index_of_tie(
 def cut_among(
     values, widths, pitch, search, peak, temperature, counts, weighs, top_p, COLUMNS: tl.constexpr, TILES: tl.constexpr
 ):
-    """Find the key and index of the last kept value in a row, and the kept weight of each tile, [TILES].
+    """Return the key and index of the last kept value in a row, and the kept weight of each tile, [TILES].
 
     Args:
-        values, widths: Pointer to the tiles' values, `pitch` apart, and the number of values per tile [TILES].
+        values, widths: Pointer to the tiles, which are `pitch` values apart; [TILES] number of values in each tile.
     """
     upper, lower = tl.load(search + UPPER).to(tl.float32), tl.load(search + LOWER).to(tl.float32)
     above, target = tl.load(search + ABOVE), tl.load(search + TARGET)

@@ -47,7 +47,7 @@ def _best_of_row_kernel(peaks, ids, tokens, num_tiles, TILES: tl.constexpr, OVER
 
 
 def greedy_tokens(logits: Tensor) -> Tensor:
-    """Return the most probable token in each row of `logits` [rows, vocab] as [rows] int64; ties take the lower id.
+    """Return the most probable token in each row of `logits` [rows, vocab] as [rows] int64; the lowest id wins ties.
 
     NaN is less probable than any number. Reference: `greedy_tokens_ref`. CUDA-graph safe: no host sync, two launches.
     """

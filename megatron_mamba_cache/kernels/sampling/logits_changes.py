@@ -19,12 +19,12 @@ _BLOCK = 2048
 
 
 @dataclass(frozen=True, slots=True)
-class PenalisedRows:
-    """Rows of logits to penalize, and the texts that they continue; all tensors are on the device of the logits.
+class PenalizedRows:
+    """Rows of logits to penalize, and token counts of the texts they continue; all on the device of the logits.
 
     Args:
         logits_rows: [n] int32, distinct; indices of the rows of logits.
-        texts: [n] int32; index of the text in `counts` and `in_prompt`.
+        texts: [n] int32; for each row, the index of its text in `counts` and `in_prompt`.
         cu_drafts: [n + 1] int32; drafts[cu_drafts[i]:cu_drafts[i + 1]] precede the position of row i.
         drafts: [drafts] int32; draft tokens that are not included in `counts`.
         settings: [n, 3] float32: repetition, frequency and presence penalty.
@@ -42,7 +42,7 @@ class PenalisedRows:
 
 
 @triton.jit(do_not_specialize=["vocab_size", "logits_stride"])
-def _penalise_kernel(
+def _penalize_kernel(
     logits, logits_stride, logits_rows, texts, cu_drafts, drafts, settings, counts, in_prompt, vocab_size,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -65,10 +65,12 @@ def _penalise_kernel(
     tl.store(pointers, value, mask=exists)
 
 
-def penalise(logits: Tensor, rows: PenalisedRows) -> None:
+def penalize(logits: Tensor, rows: PenalizedRows) -> None:
     """Apply repetition, frequency and presence penalties in place.
 
-    The repetition penalty divides positive logits of tokens that occur in the text, and multiplies negative logits.
+    The repetition penalty divides positive logits of tokens that occur in prompt or reply, and multiplies negative
+    logits. The frequency penalty, times the token's count, and the presence penalty are subtracted for generated
+    tokens.
 
     Args:
         logits: [n, vocab] float32, vocabulary contiguous; changed in place.
@@ -76,11 +78,11 @@ def penalise(logits: Tensor, rows: PenalisedRows) -> None:
     Raises:
         ValueError: If shapes or dtypes disagree.
 
-    Reference: `penalise_ref`, which is bit-identical. CUDA-graph safe: no host sync, one launch.
+    Reference: `penalize_ref`, which is bit-identical. CUDA-graph safe: no host sync, one launch.
     """
     if logits.dtype != torch.float32 or rows.counts.shape != rows.in_prompt.shape:
         raise ValueError(
-            "logits must be float32, and counts and in_prompt must have one shape, found logits "
+            "logits must be float32, and counts and in_prompt must have the same shape, found logits "
             f"{logits.dtype}, counts {list(rows.counts.shape)}, in_prompt {list(rows.in_prompt.shape)}"
         )
     if rows.counts.shape[1] != logits.shape[1]:
@@ -88,10 +90,10 @@ def penalise(logits: Tensor, rows: PenalisedRows) -> None:
             f"counts and logits must have the same vocabulary size, found {rows.counts.shape[1]} and {logits.shape[1]}"
         )
     if not launches_kernel(logits) or logits.stride(1) != 1:
-        penalise_ref(logits, rows)
+        penalize_ref(logits, rows)
     elif len(rows.logits_rows):
         vocab_size = logits.shape[1]
-        _penalise_kernel[(len(rows.logits_rows), triton.cdiv(vocab_size, _BLOCK))](
+        _penalize_kernel[(len(rows.logits_rows), triton.cdiv(vocab_size, _BLOCK))](
             logits=logits,
             logits_stride=logits.stride(0),
             logits_rows=rows.logits_rows,
@@ -107,8 +109,8 @@ def penalise(logits: Tensor, rows: PenalisedRows) -> None:
         )
 
 
-def penalise_ref(logits: Tensor, rows: PenalisedRows) -> None:
-    """Torch reference for `penalise`; does not synchronize with the host."""
+def penalize_ref(logits: Tensor, rows: PenalizedRows) -> None:
+    """Torch reference for `penalize`; does not synchronize with the host."""
     rows_of_logits, texts = rows.logits_rows.to(torch.int64), rows.texts.to(torch.int64)
     counts = rows.counts.index_select(0, texts)
     owners = torch.searchsorted(rows.cu_drafts[1:], torch.arange(len(rows.drafts), device=logits.device), right=True)
@@ -136,7 +138,7 @@ def _bar_tokens_kernel(logits, logits_stride, masks, num_words, rows, vocab_size
 
 
 def mask_tokens(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
-    """Set the logits of tokens whose bit in a mask is 0 to minus infinity, in place.
+    """Set logits to minus infinity, in place, where a token's bit in the mask is 0.
 
     Args:
         logits: [n, vocab] floating point, vocabulary contiguous.
@@ -177,18 +179,16 @@ def mask_tokens_ref(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
 def _check(logits: Tensor, masks: Tensor, rows: Tensor) -> None:
     if logits.dim() != 2 or masks.dim() != 2 or rows.shape != masks.shape[:1]:
         raise ValueError(
-            f"shapes must be logits [n, vocab], masks [m, words] and rows [m], found logits {list(logits.shape)}, "
-            "masks "
-            f"{list(masks.shape)} and rows {list(rows.shape)}"
+            f"logits must have shape [n, vocab], masks [m, words] and rows [m], found logits {list(logits.shape)}, "
+            f"masks {list(masks.shape)} and rows {list(rows.shape)}"
         )
     if masks.dtype != torch.int32 or rows.dtype != torch.int32 or not masks.is_contiguous():
         raise ValueError(
             f"masks must be contiguous int32 and rows int32, found masks {masks.dtype} with strides {masks.stride()} "
-            "and "
-            f"rows {rows.dtype}"
+            f"and rows {rows.dtype}"
         )
     if masks.shape[1] * 32 < logits.shape[1]:
         raise ValueError(
-            f"masks of {masks.shape[1]} words cover {masks.shape[1] * 32} of {logits.shape[1]} tokens; need "
-            f"{-(-logits.shape[1] // 32)} words"
+            f"masks must have {-(-logits.shape[1] // 32)} words to cover {logits.shape[1]} tokens, found "
+            f"{masks.shape[1]}"
         )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Rows of logits and their sampling settings; all tensors are on one device.
+    """Rows of logits and their sampling settings; all tensors are on the same device.
 
     Args:
         logits: [rows, vocab].

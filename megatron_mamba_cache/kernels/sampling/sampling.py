@@ -2,14 +2,14 @@
 
 The probabilities of a row are the softmax of its logits divided by its temperature, restricted by top-k and then top-p.
 Top-k keeps the k largest logits; among equal logits, lower token ids come first. Top-p keeps the smallest set of the
-most probable tokens whose probability reaches p. A token whose probability is less than e ** -32 times the largest is
-never sampled. Sampling inverts the cumulative probabilities in the order of token ids, so nothing is sorted.
+most probable tokens whose total probability reaches p. A token whose probability is less than e ** -32 times the
+largest is never sampled. Sampling inverts the cumulative probabilities in the order of token ids, so nothing is sorted.
 
 Three launches compute, in this order: the largest logit of each tile; the weight of each tile's kept tokens; and, with
 one program per row, first the tile and then the token at which the cumulative weight exceeds the uniform number. If
 needed, `token_cuts` replaces the second launch and applies top-k and top-p. A greedy row takes its largest logit.
-Layout: logits row-major, vocabulary contiguous. The time is that of reading the logits twice, the second time from L2.
-Safe in CUDA graphs: no host sync, and the grids depend only on the shape of the logits.
+Layout: logits row-major, vocabulary contiguous. Reading the logits twice, the second time from L2, dominates
+the run time. Safe in CUDA graphs: no host sync, and the grids depend only on the shape of the logits.
 """
 
 import torch
@@ -108,7 +108,7 @@ def _pick_kernel(
 def sample_by_kernels(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool) -> Tensor:
     """Sample tokens [rows] int64 as `sample_tokens` does, but always with kernels (GPU or Triton's interpreter).
 
-    CUDA-graph safe: no host sync, three launches, or five with `any_cut`.
+    CUDA-graph safe: no host sync, three launches, or eight with `any_cut`.
     """
     logits = rows.logits
     (num_rows, vocab_size), num_tiles = logits.shape, triton.cdiv(logits.shape[1], TILE)
@@ -160,13 +160,13 @@ def sample_tokens(rows: SamplingRows, uniforms: Tensor, *, any_cut: bool = True)
 
     Args:
         uniforms: [rows] float64 in [0, 1).
-        any_cut: False if all rows have top-k 0 or 1 and no top-p.
+        any_cut: May be False only if all rows have top-k 0 or 1 and no top-p.
 
     Returns:
         [rows] int64 token ids.
 
     Reference: `sample_tokens_ref` in float64. The tokens are equal, unless a uniform number or top-p differs from a
-    cumulative probability by a relative 1e-5 or less.
+    cumulative probability by a relative error of at most 1e-5.
     """
     if launches_kernel(rows.logits) and is_computed_in_fp32(rows.logits) and rows.logits.stride(1) == 1:
         return sample_by_kernels(rows, uniforms, any_cut=any_cut)
@@ -188,7 +188,7 @@ def sample_weighted(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Sample one token per row with probabilities proportional to `weights`.
 
     Args:
-        weights: [rows, vocab] float64 in the order of token ids; not negative, and positive for a token in each row.
+        weights: [rows, vocab] float64 by token id; not negative, and positive for at least one token per row.
         uniforms: [rows] float64 in [0, 1).
 
     Returns:

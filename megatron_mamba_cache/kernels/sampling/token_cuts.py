@@ -2,19 +2,21 @@
 
 Tokens are ranked by logit, then by lower id. The last kept token is called the cut of the row: for top-k it is the k-th
 token, for top-p the token at which the cumulative probability reaches p. The search uses pivots. The measure of a pivot
-is taken over the tokens at or above it: their number for top-k, their total weight for top-p.
+is taken over the tokens at or above it: their number for top-k, their total weight (unnormalized
+probability) for top-p.
 
 1. A few rounds over the whole row narrow the range of logits that contains the cut. Each program measures 8 pivots in
    one tile of a row. The last program of the row to finish sums all measures in a fixed order and sets the next pivots.
    Once few tokens are left between two pivots, the row skips the remaining rounds.
 2. Each tile lists its tokens between these pivots and sums the weights above them. If both top-k and top-p are set, it
    lists all tokens that top-k may keep.
-3. One program per row searches the listed logits by bisection over their bit patterns. If a list is too short, which
-   takes thousands of almost equal logits, the program searches the whole row, more slowly.
+3. One program per row searches the listed logits by bisection over their bit patterns. If a tile's tokens do not fit
+   in its list, which only happens with thousands of almost equal logits, the program searches the whole row, more
+   slowly.
 
-Layout: logits row-major, vocabulary contiguous. The time is that of reading the logits from L2, once per round and once
-to list them. Rows that are greedy or keep all tokens are skipped. Safe in CUDA graphs: no host sync, and the grids
-depend only on the shape of the logits.
+Layout: logits row-major, vocabulary contiguous. Reading the logits from L2, once per round and once to list them,
+dominates the run time. Rows that are greedy or keep all tokens are skipped. Safe in CUDA graphs: no host sync, and the
+grids depend only on the shape of the logits.
 """
 
 from dataclasses import dataclass

@@ -20,7 +20,7 @@ from .sampling import sample_weighted
 
 @dataclass(frozen=True, slots=True)
 class VerifyLogits:
-    """Assignment of rows of logits to requests, and the drafts to verify; all tensors are on one device.
+    """Assignment of rows of logits to requests, and the drafts to verify; all tensors are on the same device.
 
     Args:
         cu_logits: [requests + 1] int32; request r has the rows cu_logits[r] to cu_logits[r + 1] - 1: one after its base
@@ -36,7 +36,7 @@ class VerifyLogits:
 
 @dataclass(frozen=True, slots=True)
 class DraftDistributions:
-    """Distributions from which drafts were sampled; all tensors are on one device.
+    """Distributions from which drafts were sampled; all tensors are on the same device.
 
     Args:
         probabilities: [distributions, vocab] floating point.
@@ -53,6 +53,10 @@ class RatioUniforms:
     """Random numbers for `accept_by_ratio`: [logits] float64 in [0, 1) each, independent of each other and of drafts.
 
     After a rejection, a later step verifies the following positions again; it may use the same random numbers.
+
+    Args:
+        accept: Compared with the acceptance probability of the draft that follows each row.
+        residual: Used to sample the replacement of a rejected draft.
     """
 
     accept: Tensor

@@ -1,4 +1,4 @@
-"""Base class for mixers, which process a step's requests, or full sequences without a context."""
+"""Base class of the mixers of recurrent layers, and the norms that they use."""
 
 from typing import Any
 
@@ -15,9 +15,9 @@ from ...step.batch import StepBatch
 
 
 class GatedGroupRMSNorm(nn.Module):
-    """RMSNorm(y * silu(z)) over groups of channels, in float32.
+    """RMSNorm(y * silu(z)) over groups of channels, in float32; y is the mixer's output and z its gate.
 
-    The parameter has the same name and shape as in mamba-ssm's gated norm, so checkpoints are interchangeable.
+    The weight has the same name and shape as in mamba-ssm's gated norm, so checkpoints are interchangeable.
 
     Args:
         num_channels: Number of channels on this rank.
@@ -53,7 +53,7 @@ class GatedGroupRMSNorm(nn.Module):
 
 
 class GatedHeadRMSNorm(nn.Module):
-    """RMSNorm(y) * silu(z) per head; all heads on all ranks share one weight vector.
+    """RMSNorm(y) * silu(z) per head, for a mixer's output y and gate z; all heads share one weight vector.
 
     Args:
         head_dim: Number of channels that are normalized together.
@@ -70,10 +70,10 @@ class GatedHeadRMSNorm(nn.Module):
 
 
 class CachingMixer:
-    """Mixin for Megatron modules that processes decode and prefill requests, each from its own state slot.
+    """Mixin for Megatron modules that run a recurrence on decode and prefill requests, each with its own state slot.
 
     Attributes:
-        in_proj, out_proj: Megatron's linear layers, which return a bias too.
+        in_proj, out_proj: Megatron's linear layers, which return (output, bias).
         layer_number: Layer number in the whole model, from 1.
         pp_layer_offset: Number of layers in earlier pipeline stages.
     """
@@ -114,7 +114,7 @@ class CachingMixer:
         return self.out_proj(mixed.unflatten(0, (batch, num_tokens)).transpose(0, 1))
 
     def _mix(self, projected: Tensor, states: LayerStates, step: StepBatch) -> Tensor:
-        """Return [tokens, channels] in the order decode requests, prefill requests, zeros for padding."""
+        """Return [tokens, channels]: first decode requests, then prefill requests; zeros if the step has neither."""
         mixed = []
         first_prefilled = step.num_decode_tokens if step.prefill is not None else len(projected)
         if step.decode is not None:
@@ -126,7 +126,7 @@ class CachingMixer:
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _no_states(self, projected: Tensor) -> LayerStates:
-        """Return state tensors with one zeroed slot, for sequences that neither restore nor keep a state."""
+        """Return state tensors with one zeroed slot, for sequences whose states are not cached."""
         dtype, device = projected.dtype, projected.device
         tensors = self.recurrence.tensors(StateDtypes(dtype, window=dtype, whole=torch.float32))
         live = {tensor.name: torch.zeros((1, *tensor.shape), dtype=tensor.dtype, device=device) for tensor in tensors}

@@ -21,12 +21,12 @@ from ...step.batch import StepBatch
 from .caching_mixer import CachingMixer, GatedHeadRMSNorm
 
 _PROJECTED = ("query", "key", "value", "z", "beta", "alpha")
-"""Names of the rows of `in_proj` in checkpoints, in their order; the first three are convolved."""
+"""Names of the sections of `in_proj`'s rows in checkpoints, in order; the first three are convolved."""
 _NUM_CONVOLVED = 3
 
 
 class GatedDeltaMixer(CachingMixer, MegatronModule):
-    """Gated DeltaNet mixer for MambaLayer, with sizes from Megatron's `linear_*` settings; inference only.
+    """Gated DeltaNet mixer for MambaLayer, with dimensions from Megatron's `linear_*` settings; inference only.
 
     Tensor-parallel ranks divide the heads, so each section of `in_proj` and of the convolution is split separately.
 
@@ -36,7 +36,8 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
         norm_eps: Epsilon of the norm before the gate.
 
     Raises:
-        ValueError: If the number of ranks does not divide the heads, or the key heads do not divide the value heads.
+        ValueError: If the number of key heads is not divisible by the number of ranks, or the number of value heads by
+            the number of key heads.
     """
 
     recurrence: GatedDelta
@@ -173,13 +174,13 @@ class GatedDeltaMixer(CachingMixer, MegatronModule):
         return GatedDeltaWeights(self.conv1d.weight.squeeze(1), self.A_log, self.dt_bias)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Return the convolution's input, the gate, and b and a for each value head."""
+        """Return the convolution's input, the gate, and the inputs b and a of each value head's beta and decay."""
         keys, values, heads = self._widths
         return projected.split([2 * keys + values, values, heads, heads], dim=-1)
 
 
 def _recurrence_of(config: Any, chunk_size: int, num_ranks: int) -> GatedDelta:
-    """Return one rank's shard of the recurrence that a configuration describes."""
+    """Return one rank's shard of the recurrence in Megatron's configuration."""
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
     if values % keys:
         raise ValueError(f"linear_num_value_heads {values} is not divisible by linear_num_key_heads {keys}")

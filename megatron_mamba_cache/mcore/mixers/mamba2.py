@@ -1,4 +1,4 @@
-"""Mamba mixer that starts from cached states and writes states at block boundaries during the scan."""
+"""Mamba mixer whose scan starts from cached states and writes states at block boundaries."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,14 +19,14 @@ from .caching_mixer import CachingMixer, GatedGroupRMSNorm
 
 
 class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
-    """Mamba mixer that processes decode and prefill requests, each from its own state slot.
+    """Megatron's Mamba mixer, extended to run decode and prefill requests, each with its own state slot.
 
-    Needs neither mamba-ssm nor causal-conv1d. These arguments are missing or restricted in Megatron's mixer:
+    It needs neither mamba-ssm nor causal-conv1d. Megatron's mixer does not have these arguments, or restricts them:
 
     Args:
-        norm_eps: Epsilon of the gated norm; a constant in Megatron's mixer.
+        norm_eps: Epsilon of the gated norm; Megatron's mixer uses a constant.
         time_step_limit: Range to which time steps are clamped after softplus.
-        conv_bias: May be False here.
+        conv_bias: False for a convolution without a bias, which Megatron's mixer does not support.
     """
 
     recurrence: Mamba2
@@ -46,7 +46,7 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
         with _without_mamba_ssm():
             super().__init__(config, submodules, d_model, rmsnorm=False, **settings)
         if self.D_has_hdim:
-            raise ValueError("D_has_hdim=True is not supported; use one D for each head")
+            raise ValueError("D_has_hdim is True, which is not supported; use one D per head")
         if not conv_bias:
             self.conv1d.bias = None
         self.time_step_limit = time_step_limit
@@ -74,7 +74,7 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
     def forward(self, hidden_states: Tensor, inference_context: Any = None, **settings: Any) -> Any:
         """Run the mixer on hidden_states [tokens, batch, hidden]; see Megatron's mixer.
 
-        A full-sequence forward pass without a context runs the same kernels from zero states.
+        Without a context, the same kernels run on full sequences from zero states.
         """
         if inference_context is not None or self.training:
             return super().forward(hidden_states, inference_context, **settings)
@@ -114,7 +114,7 @@ class CachingMambaMixer(CachingMixer, megatron_mixer.MambaMixer):
         return self._gate(y.flatten(1), z)
 
     def _split(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Return the gate [tokens, d_inner], the convolution's input [tokens, conv_dim] and time steps [.., heads]."""
+        """Return gate [tokens, d_inner], convolution's input [tokens, conv_dim] and time steps [tokens, heads]."""
         d_inner, bc = self.d_inner_local_tp, 2 * self.ngroups_local_tp * self.d_state
         return projected.split([d_inner, d_inner + bc, self.nheads_local_tp], dim=-1)
 

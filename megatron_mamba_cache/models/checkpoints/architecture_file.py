@@ -18,7 +18,7 @@ _MAMBA, _GATED_DELTA = "mamba", "gated_delta"
 
 
 def write_architecture(architecture: HybridArchitecture, directory: Path) -> None:
-    """Write an architecture to the JSON file for it in a checkpoint directory."""
+    """Write an architecture to `hybrid_architecture.json` in a checkpoint directory."""
     kind = _MAMBA if isinstance(architecture.recurrent, MambaSizes) else _GATED_DELTA
     sections = {kind if name == "recurrent" else name: value for name, value in asdict(architecture).items()}
     text = json.dumps(sections, indent=2)
@@ -26,7 +26,7 @@ def write_architecture(architecture: HybridArchitecture, directory: Path) -> Non
 
 
 def read_architecture(directory: Path) -> HybridArchitecture:
-    """Read the architecture from the JSON file for it in a checkpoint directory.
+    """Read the architecture from `hybrid_architecture.json` in a checkpoint directory.
 
     Raises:
         ValueError: If the file cannot be read, or a field is missing or of the wrong type; the message names the file
@@ -38,7 +38,7 @@ def read_architecture(directory: Path) -> HybridArchitecture:
 
 
 def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
-    """Build the dataclass `sizes` from a section of the file; an absent field gets its default."""
+    """Build an instance of the dataclass `sizes` from a section of the file; absent fields get their defaults."""
     hints, found = get_type_hints(sizes), {}
     for field in fields(sizes):
         name = field.name
@@ -53,7 +53,7 @@ def _read(sizes: type[Any], section: CheckpointConfig) -> Any:
 
 def _recurrent(section: CheckpointConfig, _: str) -> MambaSizes | GatedDeltaSizes:
     if section.has(_MAMBA) and section.has(_GATED_DELTA):
-        raise section.error(f"has both sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have only one of them")
+        raise section.error(f"the file has both sections {_MAMBA!r} and {_GATED_DELTA!r}, but must have only one")
     name, kind = (_GATED_DELTA, GatedDeltaSizes) if section.has(_GATED_DELTA) else (_MAMBA, MambaSizes)
     found: MambaSizes | GatedDeltaSizes = _read(kind, section.section(name))
     return found

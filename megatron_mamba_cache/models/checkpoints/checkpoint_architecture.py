@@ -1,4 +1,4 @@
-"""Find the architecture of a Megatron checkpoint: given by the caller, in a JSON file, or in training arguments."""
+"""Find a Megatron checkpoint's architecture: given by the caller, in a JSON file, or in the training arguments."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,12 @@ _MAX_DIGITS = 12
 
 
 def weights_directory(directory: Path) -> Path:
-    """Return the directory of a training run's latest iteration, or `directory` itself if it has no tracker file.
+    """Return the directory of a training run's latest checkpoint; `directory` itself if it has no tracker file.
+
+    The tracker file, which Megatron-LM writes, contains the number of the latest iteration.
 
     Raises:
-        ValueError: If the tracker file names no iteration, or the directory of that iteration is missing.
+        ValueError: If the tracker file does not contain a number, or the directory of that iteration is missing.
     """
     tracker = directory / _TRACKER
     if not tracker.is_file():
@@ -31,7 +33,7 @@ def weights_directory(directory: Path) -> Path:
         raise ValueError(f"{tracker} contains {named!r:.80}, but must contain an iteration number or {_RELEASE!r}")
     latest = directory / (named if named == _RELEASE else f"iter_{int(named):07d}")
     if not latest.is_dir():
-        raise ValueError(f"{latest}, which {tracker} names, is not a directory; give the directory of one iteration")
+        raise ValueError(f"{tracker} names {latest}, which is not a directory; give the directory of one iteration")
     return latest
 
 
@@ -49,7 +51,7 @@ class DescribedModel:
 def written_architecture(
     given: HybridArchitecture | None, directory: Path, run_directory: Path
 ) -> DescribedModel | None:
-    """Return the given architecture or, if it is None, the one in a JSON file; None if there is no such file.
+    """Return the given architecture or, if it is None, the one in `hybrid_architecture.json`; None without that file.
 
     Args:
         directory: Directory of the weights. Its JSON file takes precedence over the one in `run_directory`.
@@ -73,10 +75,10 @@ def written_architecture(
 
 
 def trained_architecture(common: CommonState, directory: Path) -> DescribedModel:
-    """Return the architecture described by the arguments of the training run.
+    """Return the architecture that the arguments of the training run, stored in the checkpoint, describe.
 
     Raises:
-        ValueError: If no arguments are stored, or one is not supported; the message names the file and the argument.
+        ValueError: If no arguments are stored or one is not supported; the message names the file and the argument.
     """
     path = directory / COMMON_FILE
     if common.arguments is None:

@@ -20,7 +20,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path} does not hold a JSON object")
+        raise ValueError(f"{path} does not contain a JSON object")
     return found
 
 
@@ -40,7 +40,8 @@ TEXT_CONFIGS = ("text_config", "llm_config")
 class CheckpointConfig:
     """Typed access to the fields of a `config.json`; raises `ValueError` that names the file and the field.
 
-    A null field counts as absent. A bool is not accepted as a number.
+    A null field counts as absent. An absent field has the value `default`; without a default, it is an error. A bool
+    is not accepted as a number.
 
     Args:
         source: The file that error messages name.
@@ -73,7 +74,7 @@ class CheckpointConfig:
         return self._fields.get(self._name(name)) is not None
 
     def equals(self, name: str, value: Any, default: Any) -> bool:
-        """Return True if a field equals `value`; an absent field has the value `default`."""
+        """Return True if the value of a field equals `value`."""
         return bool(self._get(name, default) == value)
 
     def integer(self, name: str, default: int = _REQUIRED, least: int = 1, most: int = _MOST) -> int:
@@ -84,14 +85,14 @@ class CheckpointConfig:
         return value
 
     def number(self, name: str, default: float = _REQUIRED) -> float:
-        """Return the value of a field that must be a positive number in a plausible range."""
+        """Return the value of a field that must be a positive number, neither extremely small nor extremely large."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not _LEAST_NUMBER <= value <= _MOST_NUMBER:
             raise self._wrong(name, value, f"a number between {_LEAST_NUMBER} and {_MOST_NUMBER}")
         return float(value)
 
     def factor(self, name: str, default: float = _REQUIRED) -> float:
-        """Return the value of a field that must be a positive or negative number in a plausible range."""
+        """Return the value of a field that must be a nonzero number, neither extremely small nor extremely large."""
         value = self._get(name, default)
         if type(value) not in (int, float) or not _LEAST_NUMBER <= abs(value) <= _MOST_NUMBER:
             raise self._wrong(name, value, f"a number of magnitude between {_LEAST_NUMBER} and {_MOST_NUMBER}")
@@ -121,7 +122,7 @@ class CheckpointConfig:
         return value
 
     def section(self, *names: str) -> "CheckpointConfig":
-        """Return the first of these fields that is present, which must be an object; an empty object if none is."""
+        """Return the first named field that is present, which must be an object; an empty object if none is present."""
         for name in filter(self.has, names):
             value = self._get(name, {})
             if not isinstance(value, dict):
@@ -130,7 +131,7 @@ class CheckpointConfig:
         return CheckpointConfig({}, self._source, f"{self._label(names[0])}.")
 
     def sections(self) -> "list[CheckpointConfig]":
-        """Return the objects in all fields; raise `ValueError` if a field is not an object."""
+        """Return the values of all fields; each must be an object."""
         return [self.section(name) for name in self._fields]
 
     def pair(self, name: str) -> tuple[int, int]:
@@ -153,7 +154,10 @@ class CheckpointConfig:
         return value
 
     def limits(self, name: str) -> tuple[float, float]:
-        """Return a field's pair of limits, or (0, infinity); accepts "inf" and {"__float__": "Infinity"}."""
+        """Return the lower and upper limit in a field, or (0, inf) if it is absent.
+
+        Infinity may be stored as "inf", "Infinity" or {"__float__": "Infinity"}.
+        """
         value = self._get(name, [0.0, math.inf])
         pair = [_number(entry) for entry in value] if isinstance(value, list) else []
         low, high = pair if len(pair) == 2 else (math.nan, math.nan)
@@ -166,7 +170,7 @@ class CheckpointConfig:
         self.one_of(name, (allowed,), default)
 
     def one_of(self, name: str, allowed: Iterable[Any], default: Any = _REQUIRED) -> Any:
-        """Return the value of a field that must have one of the supported values."""
+        """Return the value of a field; raise `ValueError` unless it is one of the values in `allowed`."""
         value, allowed = self._get(name, default), tuple(allowed)
         is_plain = value is None or isinstance(value, str | int | float)  # comparing a tensor would not give a bool
         if not is_plain or value not in allowed:
@@ -179,7 +183,7 @@ class CheckpointConfig:
         return isinstance(self._get(name, None), list)
 
     def each_of(self, name: str, known: Mapping[str, str]) -> list[str]:
-        """Look up each entry of a list field in `known`; the list must be non-empty and every entry known."""
+        """Return `known[entry]` for each entry of a list field, which must not be empty."""
         entries = self._get(name, _REQUIRED)
         if not isinstance(entries, list) or not entries or not all(isinstance(entry, str) for entry in entries):
             raise self._wrong(name, entries, f"a non-empty list with values from {sorted(known)}")
@@ -204,7 +208,7 @@ class CheckpointConfig:
         return default
 
     def _name(self, usual: str) -> str:
-        """Return the name that the file uses for a field: an alternative name if present, else the usual name."""
+        """Return the name that the file uses for a field: the alternative name if present, else the usual name."""
         other = self._other_names.get(usual)
         return usual if other is None or self._fields.get(other) is None else other
 

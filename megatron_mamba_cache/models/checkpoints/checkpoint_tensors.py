@@ -21,7 +21,9 @@ class SafetensorsFiles:
     """Tensors stored in `model.safetensors`, or in several files listed by an index. Construction reads only headers.
 
     Attributes:
-        names, shapes, types: Tensor name → file, shape, and safetensors type name.
+        names: Tensor name → path of its file.
+        shapes: Tensor name → shape.
+        types: Tensor name → name of its type in safetensors, such as "BF16".
 
     Raises:
         ValueError: If a file is missing, damaged or lacks a tensor that the index lists, or a tensor is in two files.
@@ -43,14 +45,14 @@ class SafetensorsFiles:
     def tensors(self, wanted: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield each key of `wanted` with its tensors by name, on the CPU, one file after another.
 
-        Only tensors that belong to the current file's keys but are stored in other files are kept in memory.
+        One file at a time is mapped into memory. Tensors that its keys need from other files are copied first.
 
         Args:
             wanted: Tensor name → names of all tensors to yield together, including the tensor itself.
         """
         for path in self._files:
             here = {name: parts for name, parts in wanted.items() if self.names[name] == path}
-            # Read tensors of other files first, so that only one file at a time is mapped into memory.
+            # Copy tensors from other files first, so that only one file at a time is mapped into memory.
             elsewhere = self._copied({part for parts in here.values() for part in parts if self.names[part] != path})
             with _opened(path) as file:
                 for name in file.keys():  # noqa: SIM118  (not a mapping)
@@ -64,7 +66,7 @@ class SafetensorsFiles:
                         )
 
     def _copied(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return copies of tensors, by name; their files are closed."""
+        """Return copies of tensors, by name, so that the files they are read from can be closed."""
         found: dict[str, Tensor] = {}
         for path in sorted({self.names[name] for name in names}):
             with _opened(path) as file:
@@ -82,7 +84,7 @@ class SafetensorsFiles:
 
 
 def _index(directory: Path) -> dict[str, str]:
-    """Return the file name for each tensor in the index; empty if the directory has no index."""
+    """Return the index of a directory's tensors as tensor name → file name; empty if the directory has no index."""
     path = directory / _INDEX
     if not path.exists():
         return {}
@@ -91,7 +93,7 @@ def _index(directory: Path) -> dict[str, str]:
     except ValueError as error:
         raise ValueError(f"{path} is not an index of safetensors shards: {error}") from error
     if not isinstance(files, dict):
-        raise ValueError(f"{path} is not an index of safetensors shards: its weight_map is {files!r}")
+        raise ValueError(f"{path} is not an index of safetensors shards: weight_map is {files!r:.100}, not an object")
     for name, file in files.items():
         if not isinstance(file, str) or not file or Path(file).name != file:
             raise ValueError(
@@ -123,10 +125,10 @@ _OTHER_SCALES = re.compile(r"[._](input|output|activation|q|k|v|kv|prob)(_global
 
 
 class CheckpointTensors:
-    """Tensors in a Hugging Face model directory; quantized weights are dequantized to bf16 or float32.
+    """Tensors in a Hugging Face model directory; quantized weights are dequantized when they are read.
 
     Attributes:
-        names: Tensor name → file that contains the tensor or its codes.
+        names: Tensor name → file that contains the tensor or, for a quantized weight, its codes.
         shapes: Tensor name → its shape.
         quantized: Names of quantized weights → their parts.
         other_scales: Names of the scales of the KV cache, and of activations that are not quantized by them.
@@ -199,7 +201,7 @@ class CheckpointTensors:
         return f"{len(weights):,} quantized tensors ({each}; {num_bytes:,} bytes in the files)" if weights else ""
 
     def _stored_as(self, name: str, quantization: QuantizationConfig | None) -> tuple[str, tuple[str, ...], Shape]:
-        """Return a weight's name, tensor names and shape. If it is stored incorrectly, record the error for `check`."""
+        """Return a weight's name, its stored tensors' names, and its shape; keep any error for `check` to raise."""
         try:
             if quantization is None:
                 self._check_plain(name, "config.json has no quantization_config that says how it is scaled")
@@ -240,12 +242,12 @@ class CheckpointTensors:
         typed = [format for format in formats if self._files.types[scale] in format.scale_types]
         if not typed:
             needed = " or ".join(sorted({each for format in formats for each in format.scale_types}))
-            raise self._error(scale, f"is of type {self._files.types[scale]} where {codes} needs {needed}")
+            raise self._error(scale, f"is of type {self._files.types[scale]}, but {codes} needs {needed}")
         found = self._files.shapes[scale]
         fitting = [format for format in typed if found in format.scale_shapes(shape)]
         if not fitting:
             needed = " or ".join(f"{format.scale_shapes(shape)[0]} ({format.name})" for format in typed)
-            raise self._error(scale, f"has shape {found} where {codes} of {shape} weights needs {needed}")
+            raise self._error(scale, f"has shape {found}, but {codes} of {shape} weights needs {needed}")
         format = fitting[0]
         others = {f"{name}{ending}": divides for ending, divides in _GLOBAL_SCALES.items()}
         if not format.has_global:
@@ -261,15 +263,15 @@ class CheckpointTensors:
         if codes.endswith("_blocks") and len(stored) > 2:  # [..., rows, blocks, bytes per block]
             stored = (*stored[:-2], stored[-2] * stored[-1])
         if len(stored) < 2 or 0 in stored:
-            raise self._error(codes, f"has shape {stored}, and only matrices can be quantized")
+            raise self._error(codes, f"has shape {stored}, but a quantized tensor must have at least 2 dimensions")
         return format.shape_of(stored)
 
     def _check_factor(self, factor: str, codes: str, leading: Shape) -> None:
         shape, found = self._files.shapes[factor], self._files.types[factor]
         if found not in _FACTOR_TYPES:
-            raise self._error(factor, f"is of type {found} where {codes} needs {' or '.join(_FACTOR_TYPES)}")
+            raise self._error(factor, f"is of type {found}, but {codes} needs {' or '.join(_FACTOR_TYPES)}")
         if math.prod(shape) != 1 and shape not in (leading, (*leading, 1), (*leading, 1, 1)):
-            raise self._error(factor, f"has shape {shape} where {codes} needs a single value or {leading}")
+            raise self._error(factor, f"has shape {shape}, but {codes} needs a single value or {leading}")
 
     def _check_no_scale(self, name: str) -> None:
         for ending in (*_SCALES, *_GLOBAL_SCALES):

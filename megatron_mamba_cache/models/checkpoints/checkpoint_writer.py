@@ -30,7 +30,7 @@ _TRAINING_STATE = re.compile(
 
 
 def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Collection[str]) -> None:
-    """Rename norms, in place, whose weights the checkpoint stores under the name of the linear after the norm.
+    """Rename, in place, each norm that the checkpoint stores under the name of the linear layer after the norm.
 
     Args:
         sharded_state: Sharded state dict of the model to load.
@@ -47,7 +47,7 @@ def is_training_state(name: str) -> bool:
 
 
 class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
-    """Strategy for saving in Megatron's torch_dist format, in which each rank writes one file from its own process."""
+    """Megatron save strategy for the torch_dist format that writes each rank's file without starting a process."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1, thread_count=1)
@@ -67,7 +67,7 @@ class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
 
 @contextmanager
 def _results_in_this_process() -> Iterator[None]:
-    """Context manager that replaces the queue process of Megatron's writer by a queue in this process."""
+    """Context manager that makes Megatron's writer use a queue in this process instead of starting a queue process."""
     before = filesystem_async._results_queue
     filesystem_async._results_queue = Queue()
     try:
@@ -77,7 +77,7 @@ def _results_in_this_process() -> Iterator[None]:
 
 
 def _write(transforms: list[Any], use_msc: bool, rank: int, buckets: list[Any], results: Queue) -> None:
-    """Write all files, then put their contents on `results`; replaces Megatron's function that starts processes."""
+    """Write all files in this process, then put the write results of each file, or the error, on `results`."""
     try:
         results.put({number: _written(transforms, use_msc, number, bucket) for number, bucket in enumerate(buckets)})
     except Exception as error:  # reported to the other ranks when results are exchanged

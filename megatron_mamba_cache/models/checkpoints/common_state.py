@@ -53,7 +53,7 @@ def read_common_state(directory: Path) -> CommonState:
     path = directory / COMMON_FILE
     try:
         names = get_unsafe_globals_in_checkpoint(str(path))
-        # Use a new stand-in class for each, because torch keeps the allowed classes in a set.
+        # Each name needs its own stand-in class, because torch keeps the allowed classes in a set.
         stand_ins = [(type(name.rpartition(".")[2], (_StandIn,), {"__module__": __name__}), name) for name in names]
         with safe_globals([*stand_ins, *_NUMPY_TYPES]):  # type: ignore[list-item]
             state = torch.load(path, map_location="cpu", weights_only=True)
@@ -108,10 +108,10 @@ _KNOWN_NAMES = {
 
 
 def check_tensor_index(directory: Path) -> None:
-    """Check that a checkpoint's tensor index is safe to unpickle: it may name only what torch itself writes.
+    """Check that a checkpoint's tensor index is safe to unpickle: it may refer only to what torch itself writes.
 
     Raises:
-        ValueError: If the file names anything else, which the message gives, or if it cannot be read.
+        ValueError: If the file cannot be read or refers to anything else; the message names it.
     """
     path = directory / INDEX_FILE
     if not path.is_file():
@@ -127,5 +127,5 @@ class _KnownNamesOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (is_dtype or (module, name) in _KNOWN_NAMES or (module in _KNOWN_MODULES and "." not in name)):
-            raise pickle.UnpicklingError(f"it refers to {module}.{name}, which a tensor index must not contain")
+            raise pickle.UnpicklingError(f"a tensor index must not refer to {module}.{name}")
         return super().find_class(module, name)

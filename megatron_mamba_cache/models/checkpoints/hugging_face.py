@@ -47,7 +47,7 @@ class CheckpointFamily:
     Attributes:
         module: The module in `FAMILIES` for this `model_type`.
         config: The fields that describe the language model.
-        whole: All fields in the file. Equal to `config`, unless the language model is part of a multimodal model.
+        whole: All fields in the file; the same as `config` unless the language model is part of a multimodal model.
         dtype: bfloat16 if the file says that the weights are bfloat16 or quantized, else float32.
         is_wrapped: True if the language model is part of a multimodal model.
         quantization: Quantization formats of the weights; None if they are not quantized.
@@ -252,11 +252,11 @@ def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, 
 def _check_shapes(
     directory: Path, files: CheckpointTensors, placements: Placements, shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Raise `ValueError` if a stored tensor does not have the shape that it has in the undivided model."""
+    """Raise `ValueError` unless each stored tensor has the shape that the undivided model needs."""
     for name, targets in placements.items():
         found, needed = files.shapes[name], stored_shape(targets, shapes)
         if found != needed:
-            sizes = "the vocab_size and hidden_size of" if targets[0].target == EMBEDDINGS else "by"
+            sizes = "the vocab_size and hidden_size in" if targets[0].target == EMBEDDINGS else "according to"
             raise ValueError(
                 f"{files.names[name]}: tensor {name} has shape {found}, but the model needs {needed}, {sizes} "
                 f"{directory / 'config.json'}"
@@ -265,7 +265,7 @@ def _check_shapes(
 
 @contextmanager
 def naming_source(source: str | Path) -> Iterator[None]:
-    """Context manager that adds `source`, which describes the model, to errors raised while the model is built."""
+    """Context manager that names `source`, which describes the model, in errors raised while the model is built."""
     try:
         yield
     except (ValueError, AssertionError) as error:

@@ -6,12 +6,12 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers
 
 from ..architecture import (
     AttentionSizes,
-    ChoiceFields,
     ExpertsSizes,
     FeedForwardSizes,
     HybridArchitecture,
     MambaSizes,
-    checked_choice,
+    RoutingFields,
+    checked_routing,
 )
 from .checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 
@@ -51,7 +51,7 @@ _SUPPORTED_ROUTING: dict[str, tuple[Any, Any]] = {
     "moe_expert_capacity_factor": (None, None),
 }
 _BALANCING = ("aux_loss", "seq_aux_loss", "global_aux_loss", "none")  # used only in training, unlike "sinkhorn"
-_CHOICE = ChoiceFields("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
+_CHOICE = RoutingFields("num_experts", "moe_router_topk", "moe_router_num_groups", "moe_router_group_topk")
 
 
 def architecture_of(arguments: CheckpointConfig) -> HybridArchitecture:
@@ -159,7 +159,7 @@ def _experts(arguments: CheckpointConfig) -> ExpertsSizes:
         scaling=arguments.number("moe_router_topk_scaling_factor", 1.0),
         latent_size=_optional(arguments, "moe_latent_size"),
     )
-    return checked_choice(arguments, experts, _CHOICE)
+    return checked_routing(arguments, experts, _CHOICE)
 
 
 def _optional(arguments: CheckpointConfig, name: str) -> int | None:

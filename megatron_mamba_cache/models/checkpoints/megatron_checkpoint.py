@@ -46,7 +46,7 @@ class _Mismatch(ValueError):
 
 
 def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
-    """Save a model's weights and architecture, which any number of ranks can load; collective over all ranks.
+    """Save a model's weights and architecture; collective over all ranks. Any number of ranks can load the checkpoint.
 
     Raises:
         ValueError: If the directory is not empty or cannot be created.
@@ -112,7 +112,7 @@ def load_megatron_checkpoint(
 
 
 def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the tensors in `wanted` in portions, to show progress. All ranks read the same number of portions."""
+    """Read and return the tensors in `wanted`, in portions, to show progress; collective over all ranks."""
     tensors = [part for part in stored.values() if isinstance(part, ShardedTensor)]
     num_bytes = sum(part.dtype.itemsize * math.prod(part.global_shape) for part in tensors)
     num_portions = min(max(num_bytes // PORTION_BYTES, 1), _MOST_PORTIONS)
@@ -141,14 +141,14 @@ def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, co
 
 
 def _built(described: DescribedModel, dtype: torch.dtype) -> MambaModel:
-    """Build the model with uninitialized weights; error messages name the source of its architecture."""
+    """Build the model with uninitialized weights; errors name the source of its architecture."""
     with naming_source(described.source):
         return build_hybrid_model(described.architecture, dtype)
 
 
 @contextmanager
 def _naming_weights(path: Path, described: DescribedModel) -> Iterator[None]:
-    """Context manager that adds the checkpoint and the source of the architecture to errors raised by loading."""
+    """Context manager that names the checkpoint and the source of the architecture in errors raised while loading."""
     try:
         yield
     except _Mismatch:
@@ -251,7 +251,8 @@ def _fill(model: MambaModel, state: dict[str, Any], stacked: Mapping[str, Tensor
     ]
     if unfilled or outcome.unexpected_keys:
         raise ValueError(
-            f"parameters left without values: {unfilled}; tensors without a parameter: {outcome.unexpected_keys}"
+            f"the checkpoint has no values for the parameters {unfilled}, and the model has no parameters for the "
+            f"tensors {outcome.unexpected_keys}"
         )
 
 

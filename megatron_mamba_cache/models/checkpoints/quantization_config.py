@@ -13,7 +13,7 @@ _FIELDS_OF_TOOLS = {"load_in_4bit": "bitsandbytes", "load_in_8bit": "bitsandbyte
 
 
 def kind_of(found: Any) -> str:
-    """Return text with the number format and the tool of a quantization, if known, such as "NVFP4 (modelopt)"."""
+    """Return a quantization's number format and tool, as far as they are known, as text such as "NVFP4 (modelopt)"."""
     if not isinstance(found, Mapping):
         return repr(found)
     producer, inner = found.get("producer"), found.get("quantization")
@@ -103,17 +103,17 @@ class QuantizationConfig:
 
     @staticmethod
     def read(directory: Path) -> "QuantizationConfig | None":
-        """Read the quantization that the files in a directory declare; return None if they declare none.
+        """Read the quantization formats that a model directory declares; return None if it declares none.
 
         Raises:
             ValueError: If the quantization is not supported; the message names file, field and value.
         """
         for path in (directory / name for name in _FILES_OF_INTEGERS):
             if path.is_file():
-                raise ValueError(f"{path}: {kind_of(read_json_object(path))}; {_ADVICE}")
+                raise ValueError(f"{path} declares {kind_of(read_json_object(path))}; {_ADVICE}")
         gguf = sorted(directory.glob("*.gguf"))
         if gguf and not any(directory.glob("*.safetensors")):
-            raise ValueError(f"{gguf[0]}: GGUF; {_ADVICE}")
+            raise ValueError(f"{gguf[0]} is a GGUF file; {_ADVICE}")
         config, of_modelopt = directory / "config.json", directory / _MODELOPT_FILE
         found: list[tuple[Path, tuple[WeightFormat, ...]]] = []
         for label, value in _described(read_json_object(config)):
@@ -146,8 +146,8 @@ def _formats(source: Path, label: str, value: Any) -> tuple[WeightFormat, ...]:
     }
     reader = readers.get(_method(source, value))
     if reader is None or any(weights.get("type") == "int" for weights in _group_weights(value)):
-        named = f"{label}={kind_of(value)} is not supported" if label else kind_of(value)
-        raise ValueError(f"{source}: {named}; {_ADVICE}")
+        problem = f": {label}={kind_of(value)} is not supported" if label else f" declares {kind_of(value)}"
+        raise ValueError(f"{source}{problem}; {_ADVICE}")
     inner = "quantization" if isinstance(value.get("quantization"), Mapping) else ""
     prefix = "".join(f"{part}." for part in (label, inner) if part)
     return reader(CheckpointConfig(value[inner] if inner else value, str(source), prefix))

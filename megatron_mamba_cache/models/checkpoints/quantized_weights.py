@@ -51,12 +51,12 @@ class WeightFormat:
         return (*codes[:-1], 2 * codes[-1]) if self.code_type == "U8" and codes else codes
 
     def grid(self, weight: Shape) -> Shape:
-        """Return the number of blocks along the rows and the columns of a weight."""
+        """Return the number of blocks along the rows and along the columns of a weight of this shape."""
         *leading, rows, columns = weight
         return (*leading, _ceil(rows, self.rows), _ceil(columns, self.columns))
 
     def scale_shapes(self, weight: Shape) -> list[Shape]:
-        """Return the shapes that a weight's scale tensor may have, the most common shape first."""
+        """Return the shapes that the scale tensor may have for a weight of this shape, the most common first."""
         grid = *leading, rows, columns = self.grid(weight)
         shapes: list[Shape] = [grid, (*leading, rows, 1, columns, 1)]
         if self.columns is None:
@@ -194,7 +194,7 @@ class QuantizedWeight:
         return found
 
     def _scale(self, values: Tensor, scales: Tensor, slab: slice) -> None:
-        """Multiply each block of `values` by its scale, in place; `slab` is the range of rows in `values`."""
+        """Multiply each block of `values` by its scale, in place; `values` holds the rows `slab` of the weight."""
         rows, columns = self.shape[-2:]
         height, width = self.format.rows or rows, self.format.columns or columns
         of_rows = scales[torch.arange(slab.start, slab.stop, device=scales.device) // height]  # [rows, blocks]

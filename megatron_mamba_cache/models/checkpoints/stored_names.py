@@ -44,7 +44,7 @@ def is_first_rank() -> bool:
 
 
 def warn_of_left_out(source: Path, num_tensors: int, what: str = MTP_LAYERS) -> None:
-    """Log a warning, on the first rank only, that `num_tensors` tensors in a checkpoint are ignored, unless it is 0."""
+    """Log a warning, on the first rank only, that `num_tensors` tensors are ignored; do nothing if it is 0."""
     if num_tensors and is_first_rank():
         _LOG.warning("%s has %s; their %d tensors are left out", source, what, num_tensors)
 
@@ -60,10 +60,10 @@ class OtherNames:
     """Rules that derive alternative tensor names from the usual names in a family's placements.
 
     Args:
-        parts: Part of a name → possible replacements.
+        parts: Part of a usual name → strings that may replace it in other versions.
         stacks: Part of an expert tensor's name, with `{}` for the expert's number → replacement that gives the name of
             the tensor that stacks all experts.
-        prefixes: Possible prefixes of the names.
+        prefixes: Prefixes that may precede each name.
         left_out: Name prefixes of tensors to ignore, because they belong to other parts of a multimodal model.
     """
 
@@ -134,6 +134,9 @@ class StoredTensors:
 
 
 def _named_alike(beginning: str, tried: list[str]) -> tuple[str, list[str]]:
-    """Return the first name that starts with `beginning`, or the first of all, and all names with it in front."""
+    """Choose the first name that starts with `beginning`, or else the first name.
+
+    Return the choice, and a list of all names with the choice moved to the front.
+    """
     name = next((name for name in tried if name.startswith(beginning)), tried[0])
     return name, [name, *(other for other in tried if other != name)]

@@ -80,7 +80,8 @@ class DraftModelDrafter:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each request, in order.
 
-        A draft is empty while the draft model prefills the prompt, if there is no memory for the request, or if its
+
+        A draft is empty if the draft model has not finished the request's prefill or has no memory for it, or if its
         text has not changed since the last call.
         """
         try:
@@ -187,7 +188,7 @@ class DraftModelDrafter:
 def check_draft_experts(shape: HybridModelShape, ranks: Ranks) -> None:
     """Raise `ValueError` if the draft model's experts are split over expert-parallel ranks; collective.
 
-    An MoE layer needs all these ranks to run it together, but each rank drafts only when its own requests need drafts.
+    These ranks must run each MoE layer together, but a rank drafts only when its own requests need drafts.
     """
     if num_expert_ranks() > 1 and any(ranks.gather(shape.has_experts)):
         raise ValueError(
@@ -198,7 +199,7 @@ def check_draft_experts(shape: HybridModelShape, ranks: Ranks) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _SampledTokens:
-    """Token sampled for each request after a forward pass, and the distributions; None if all requests are greedy."""
+    """Tokens sampled after a forward pass, one per request, with distributions (None if all requests are greedy)."""
 
     tokens: list[int]
     probabilities: Tensor | None  # [requests, vocab] float64
@@ -220,5 +221,5 @@ class _UnfinishedDraft:
             self.distributions.append(sampled.probabilities[index])
 
     def finished(self) -> Draft:
-        """Return the tokens so far, and their distributions if they were sampled, as a draft."""
+        """Return the tokens generated so far as a draft, with their distributions if they were sampled."""
         return Draft(tuple(self.tokens), torch.stack(self.distributions) if self.distributions else None)

@@ -68,7 +68,7 @@ class HeldRequests:
         self._round = 0
 
     def schedule(self, requests: Sequence[DraftRequest]) -> list[HeldRequest]:
-        """Start a round: schedule the requests' new text, within the token budget of a forward pass."""
+        """Start a round: schedule new text within the token budget of a forward pass; return the scheduled requests."""
         self._round += 1
         budget = self._context.cache_config.max_tokens
         for request in requests:
@@ -84,7 +84,7 @@ class HeldRequests:
         return scheduled
 
     def publish(self, served: Sequence[HeldRequest]) -> None:
-        """Publish the blocks and states that the forward pass computed, and count its tokens."""
+        """Publish the blocks and states of the forward pass to the prefix cache, and mark its tokens as computed."""
         self._context.runner.publish_prompts()
         for held in served:
             self._context.cache.advance(held.running, held.running.scheduled)
@@ -138,7 +138,7 @@ class HeldRequests:
         self._context.check_integrity()
         held, running = [draft.running.request_id for draft in self._held.values()], self._context.running_requests
         if sorted(held) != sorted(request.request_id for request in running):
-            raise CacheIntegrityError(f"the held requests are {sorted(held)}, but the context runs {running}")
+            raise CacheIntegrityError(f"the drafter holds requests {sorted(held)}, but its cache runs {running}")
         if any(request.cursor.draft_slots or request.scheduled for request in running):
             raise CacheIntegrityError("a request has draft slots or scheduled tokens after the end of a round")
 
@@ -181,7 +181,7 @@ class HeldRequests:
     def _admit(self, target: RunningRequest, budget: int) -> HeldRequest | None:
         context, length = self._context, target.length
         max_len = context.cache_config.max_sequence_length
-        if length > min(max_len, context.max_blocks_of_a_request * context.cache.block_size):
+        if length > min(max_len, context.max_blocks_per_request * context.cache.block_size):
             return None
         text = np.empty(max_len, np.int64)
         text[:length] = target.tokens(0, length)

@@ -61,8 +61,8 @@ def mamba_shape(config: CheckpointConfig) -> MambaSizes:
     head_dim = inner // num_heads if is_derived else config.integer("mamba_d_head")
     if num_heads * head_dim != inner:
         raise config.error(
-            f"mamba_n_heads={num_heads} heads of {head_dim} channels are not mamba_expand times hidden_size, "
-            f"which is {inner}"
+            f"mamba_n_heads * mamba_d_head must equal mamba_expand * hidden_size ({inner}), "
+            f"found {num_heads} * {head_dim}"
         )
     return MambaSizes(
         num_heads=num_heads,
@@ -77,7 +77,7 @@ def mamba_shape(config: CheckpointConfig) -> MambaSizes:
 
 
 def rotary_base(config: CheckpointConfig, plain: tuple[str, ...] = ("default",)) -> float:
-    """Return the base of the rotary embeddings; raise `ValueError` if their type, such as scaled, is not in `plain`."""
+    """Return the base of the rotary embeddings; raise `ValueError` if their type is not in `plain`."""
     rope = config.section("rope_parameters", "rope_scaling")
     kind = rope.text("rope_type", rope.text("type", "default"))
     if kind not in plain:

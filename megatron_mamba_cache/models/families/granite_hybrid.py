@@ -2,11 +2,11 @@
 
 from ..architecture import (
     AttentionSizes,
-    ChoiceFields,
     ExpertsSizes,
     FeedForwardSizes,
     HybridArchitecture,
-    checked_choice,
+    RoutingFields,
+    checked_routing,
 )
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
@@ -81,7 +81,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
         shared_hidden_size=config.integer("shared_intermediate_size"),
         score="softmax",
     )
-    return checked_choice(config, experts, ChoiceFields("num_local_experts", "num_experts_per_tok"))
+    return checked_routing(config, experts, RoutingFields("num_local_experts", "num_experts_per_tok"))
 
 
 def _feed_forward(architecture: HybridArchitecture, layer: int, prefix: str) -> Placements:

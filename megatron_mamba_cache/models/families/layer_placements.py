@@ -40,7 +40,7 @@ def _recurrent_placements(architecture: HybridArchitecture, layer: int, prefix: 
 
 
 def in_proj_sections(architecture: HybridArchitecture) -> tuple[int, ...]:
-    """Return the number of rows in each section of a mixer's input projection (Gated DeltaNet: q, k, v, z, b, a)."""
+    """Return the number of rows in each section of a mixer's input projection, such as q, k, v, z, b, a."""
     split = recurrent_parameters(architecture)[_IN_PROJ].split
     assert isinstance(split, Split)
     return split.sections

@@ -3,12 +3,12 @@
 from ..architecture import (
     ACTIVATIONS,
     AttentionSizes,
-    ChoiceFields,
     ExpertsSizes,
     FeedForwardSizes,
     HybridArchitecture,
     MambaSizes,
-    checked_choice,
+    RoutingFields,
+    checked_routing,
 )
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
@@ -30,7 +30,7 @@ _OTHER_FIELDS = {
     "mamba_conv_bias": "use_conv_bias",
     "mamba_chunk_size": "chunk_size",
 }
-_CHOICE = ChoiceFields("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
+_CHOICE = RoutingFields("n_routed_experts", "num_experts_per_tok", "n_group", "topk_group")
 _SYMBOLS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
 
 
@@ -114,7 +114,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes:
         scaling=config.number("routed_scaling_factor", 1.0),
         latent_size=config.integer("moe_latent_size") if config.has("moe_latent_size") else None,
     )
-    return checked_choice(config, experts, _CHOICE)
+    return checked_routing(config, experts, _CHOICE)
 
 
 def _mlp(layer: int, prefix: str, part: str) -> Placements:

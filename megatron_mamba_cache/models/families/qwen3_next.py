@@ -6,12 +6,12 @@ from torch import Tensor
 
 from ..architecture import (
     AttentionSizes,
-    ChoiceFields,
     ExpertsSizes,
     FeedForwardSizes,
     GatedDeltaSizes,
     HybridArchitecture,
-    checked_choice,
+    RoutingFields,
+    checked_routing,
 )
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
@@ -136,7 +136,7 @@ def _experts(config: CheckpointConfig) -> ExpertsSizes | None:
         normalizes=_normalizes(config),
         has_shared_gate=True,
     )
-    return checked_choice(config, experts, ChoiceFields("num_experts", "num_experts_per_tok"))
+    return checked_routing(config, experts, RoutingFields("num_experts", "num_experts_per_tok"))
 
 
 def _normalizes(config: CheckpointConfig) -> bool:

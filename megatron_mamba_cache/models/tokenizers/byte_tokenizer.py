@@ -20,7 +20,7 @@ class ByteTokenizer:
 
     def __init__(self, vocab_size: int = 256) -> None:
         if vocab_size < 256:
-            raise ValueError(f"vocab_size is {vocab_size}; a byte tokenizer needs at least 256")
+            raise ValueError(f"vocab_size must be at least 256 for a byte tokenizer, found {vocab_size}")
         self.vocab_size = vocab_size
 
     def tokenize(self, text: str, add_special_tokens: bool | None = None) -> list[int]:

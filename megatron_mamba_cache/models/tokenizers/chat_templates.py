@@ -16,7 +16,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
         from_tokenizer: Id of the tokenizer's end token; None if it has none.
 
     Raises:
-        ValueError: If a field contains anything but ids in the vocabulary; the message names the file and the field.
+        ValueError: If a field contains anything other than ids in the vocabulary; the message names file and field.
     """
     from_generation = list(_named_in(directory / "generation_config.json", (), vocab_size))
     from_model = list(_named_in(directory / "config.json", TEXT_CONFIGS, vocab_size))
@@ -25,7 +25,7 @@ def end_ids_of(directory: Path, from_tokenizer: int | None, vocab_size: int) -> 
 
 
 def _named_in(path: Path, inner: tuple[str, ...], vocab_size: int) -> Iterator[int]:
-    """Yield the end token ids in a JSON file, from its top level and from its objects named in `inner`."""
+    """Yield the end token ids in a JSON file, from its top level and from the nested objects named in `inner`."""
     if not path.exists():
         return
     fields = read_json_object(path)
@@ -76,7 +76,7 @@ class ChatTemplates:
         return self._sources.get(_DEFAULT, "")
 
     def missing(self) -> str:
-        """Return the error message for a chat request if there is no template."""
+        """Return the error message for a chat request when there is no template."""
         if not self._sources:
             return f"{self._directory} has no chat template; give text instead of messages"
         names = ", ".join(map(repr, self._sources))

@@ -23,7 +23,7 @@ _LETTERS = "aeinx01"
 
 
 class _Neighbour(NamedTuple):
-    """Context token for decoding another token, with the text that it adds at the start and after another token."""
+    """A token put around another token to decode it in context, with its own text at the start and later in a text."""
 
     token: int
     before: str
@@ -69,14 +69,14 @@ class HuggingFaceTokenizer:
 
         Args:
             add_special_tokens: True adds the special tokens that the tokenizer puts around a text. False adds none,
-                which is right for a rendered chat. None adds them, but no second `bos` if the text starts with `bos`.
+                as needed for a rendered chat. None adds them, but no second `bos` if the text starts with `bos`.
         """
         tokens = self._codec.encode(text, add_special_tokens=add_special_tokens is not False)
         is_double = add_special_tokens is None and self.bos is not None and tokens[:2] == [self.bos, self.bos]
         return tokens[1:] if is_double else tokens
 
     def tokenize_after_tokens(self, tokens: Sequence[int], text: str) -> list[int] | None:
-        """Return the tokens of `text` as a continuation of `tokens`; None if no tokenization gives the joined text."""
+        """Tokenize `text` as a continuation of `tokens`; return None if no tokenization decodes to the joined text."""
         context = list(tokens[-_CONTEXT:])
         before = self._codec.decode(context, False)
         together = self._codec.decode(self._codec.encode(before + text, add_special_tokens=False), False)
@@ -93,7 +93,7 @@ class HuggingFaceTokenizer:
         return both[len(first) :] if both[: len(first)] == first else None
 
     def offsets(self, text: str, tokens: Sequence[int]) -> list[int] | None:
-        """Return the character offset of each token in `text`; None if `tokenize` would return other tokens."""
+        """Return each token's character offset in `text`; None if `tokens` are not the tokens of `text`."""
         added, plain = (self._codec.spans(text, add_special_tokens=add) for add in (True, False))
         for spans in (added, added[1:], plain):  # `added[1:]` is for a text that starts with `bos`
             if [span.token for span in spans] == list(tokens):
@@ -116,7 +116,7 @@ class HuggingFaceTokenizer:
         return detokenize
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return the bytes that a token adds inside a text; None if they cannot be determined.
+        """Return the bytes that a token adds in the middle of a text; None if they cannot be determined.
 
         The bytes may be part of a character. For a special token, they are the token's name.
         """
@@ -172,7 +172,7 @@ class HuggingFaceTokenizer:
         own_names = {*inspect.signature(type(tokenizer).apply_chat_template).parameters, "messages"}
         reserved = sorted(values.keys() & own_names)
         if reserved:
-            raise ValueError(f"{', '.join(reserved)} cannot be a variable of a chat template; leave it out")
+            raise ValueError(f"chat template variables cannot be named {', '.join(reserved)}; remove them")
         try:
             return str(
                 tokenizer.apply_chat_template(
@@ -188,14 +188,14 @@ class HuggingFaceTokenizer:
         except RecursionError as error:
             raise ValueError("the messages are nested too deeply for the model's chat template") from error
         except Exception as error:  # a template may raise any kind of error
-            raise ValueError(f"the model's chat template refuses the messages: {error}") from error
+            raise ValueError(f"the model's chat template rejects the messages: {error}") from error
 
     @cached_property
     def _chat_tokenizer(self) -> Any:
         return auto_tokenizer(self._directory, "its chat template")
 
     def _text_inside(self, token: int) -> str:
-        """Return the text that a token adds between two others; alone, its spaces might be stripped by the decoder."""
+        """Return the text that a token adds between two others; a token decoded alone might lose its leading space."""
         if self._neighbour is not None:
             neighbour, before, after = self._neighbour
             text = self._codec.decode([neighbour, token, neighbour], False)

@@ -26,7 +26,7 @@ def image_tokens_of(directory: Path, added: Mapping[str, int] = MappingProxyType
         added: Text of each added token → its id.
 
     Raises:
-        ValueError: If a field contains anything but token ids; the message names the file and the field.
+        ValueError: If a field contains anything other than token ids; the message names the file and the field.
     """
     return dict(_named_in(directory / "config.json")) | {added[name]: name for name in _NAMES if name in added}
 
@@ -88,7 +88,7 @@ class TokenReader:
         return self._decode(list(tokens))
 
     def text_of(self, token: int) -> str:
-        """Return the text that a token adds inside a text, even if it is hidden; U+FFFD for part of a character."""
+        """Return the text that a token adds in the middle of a text, even if hidden; U+FFFD for part of a character."""
         content = self.bytes_of(token)
         return self._decode([token]) if content is None else content.decode(errors="replace")
 
@@ -133,7 +133,7 @@ def token_bytes(name: str | None, text: str) -> bytes | None:
 
     Args:
         name: The token's spelling in the files; a byte may be a GPT-2 byte character, `<0xE2>` or a ByT5 character.
-        text: Text that the token adds inside a text; U+FFFD or empty if its bytes are not whole characters.
+        text: Text that the token adds in the middle of a text; U+FFFD or "" if its bytes are not whole characters.
     """
     if name is None or REPLACEMENT in name or not (REPLACEMENT in text or not text):
         return text.encode()

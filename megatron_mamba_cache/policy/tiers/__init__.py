@@ -1,1 +1,1 @@
-"""Bookkeeping of the lower tiers and of the copies between tiers, without torch or file access."""
+"""Bookkeeping of the host and disk tiers and of copies between tiers, without torch or file access."""

@@ -11,12 +11,12 @@ from ..slot_owners import SlotOwner
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """Boundary that is being copied to a tier; it can be neither found nor evicted until it is published.
+    """Space reserved in a tier for a boundary that is being copied there; not found or evicted until published.
 
     Args:
         keys: Keys of all blocks from the start of the text to the boundary.
-        known: Leading blocks that the tier had before; a reference is held on each.
-        new: Blocks reserved for the remaining keys.
+        known: Leading blocks that the tier already had; a reference is held on each.
+        new: Blocks allocated for the remaining keys.
         slot: Slot reserved for the state.
     """
 
@@ -33,10 +33,10 @@ def has_state(pools: CachePools, key: BlockKey | None) -> bool:
 
 
 def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
-    """Reserve space for the boundary at the end of a text's blocks; evict states of lowest priority if needed.
+    """Reserve space for the boundary at the end of the blocks with these keys; evict states if needed.
 
     Raises:
-        CacheCapacityError: If there is too little space; states may have been evicted before the error.
+        CacheCapacityError: If there is too little space; some states may have been evicted.
     """
     known = pools.kv.longest_match(keys)
     with ExitStack() as undo:
@@ -50,9 +50,10 @@ def expect(pools: CachePools, keys: Sequence[BlockKey]) -> Arrival:
 
 
 def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockId]:
-    """Make a copied boundary findable; return its blocks from the start of the text, each with a reference.
+    """Let prompts find a copied boundary; return its blocks from the start of the text, each with a reference.
 
-    If an equal block was registered meanwhile, it replaces the copied block. If this raises, the space is released.
+    If a block with the same key was registered during the copy, it replaces the copied block. If this function raises,
+    the space is released.
     """
     held, kv, slots = list(arrival.known), pools.kv, pools.slots
     try:
@@ -74,6 +75,6 @@ def publish(arrival: Arrival, pools: CachePools, block_size: int) -> list[BlockI
 
 
 def cancel(arrival: Arrival, pools: CachePools) -> None:
-    """Release the reserved space."""
+    """Release the space reserved for a boundary."""
     pools.slots.cancel(arrival.slot)
     pools.kv.release([*arrival.known, *arrival.new])

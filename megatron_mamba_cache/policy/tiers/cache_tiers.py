@@ -1,4 +1,4 @@
-"""The lower tiers (host memory and disk), with the interface for the prefix cache and the step."""
+"""The tiers below the device (host memory and disk), and their interface to the prefix cache and the step."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +16,7 @@ from .host_writes import HostWrites
 from .restores import Restores, WaitingPrompt
 
 PREFETCH_WINDOW = 16
-"""The waiting requests for which boundaries are restored ahead."""
+"""Maximum number of queued requests whose prefixes are prefetched."""
 
 
 class RestoredBlocks(NamedTuple):
@@ -31,11 +31,11 @@ class Tiers:
 
     @property
     def takes_room(self) -> bool:
-        """True if waiting requests hold device memory."""
+        """True if restores for waiting requests hold device memory."""
         return False
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
-        """Write the last boundaries of a request that has ended to the host."""
+        """Start to copy a request's last boundaries to the host; called when the request has ended."""
 
     def prefetch(self, waiting: Iterable[WaitingPrompt]) -> None:
         """Start to restore the prefixes of the next queued requests while there is free memory."""
@@ -49,17 +49,17 @@ class Tiers:
         return RestoredBlocks()
 
     def forget(self, request_id: int) -> None:
-        """Note that a request has left the queue."""
+        """Record that a request has left the queue."""
 
     def make_room(self, request_id: int | None = None) -> bool:
-        """Release restores of waiting requests, `request_id`'s last; return whether any was released."""
+        """Release blocks restored for waiting requests, those for `request_id` last; return True if any were held."""
         return False
 
     def flushed(self) -> None:
-        """Note that everything cached has been flushed."""
+        """Record that the cache has been flushed."""
 
     def blocks_held(self) -> Counter[BlockId]:
-        """Return the device blocks on which the tiers hold references."""
+        """Return the number of references that the tiers hold on each device block."""
         return Counter()
 
     def slots_reserved(self) -> list[SlotId]:
@@ -67,18 +67,18 @@ class Tiers:
         return []
 
     def check_integrity(self) -> None:
-        """Raise `CacheIntegrityError` unless the tiers agree with the running copies."""
+        """Raise `CacheIntegrityError` unless the blocks and slots that the tiers hold agree with the running copies."""
 
 
 class HostTier(Tiers):
     """Host memory as a tier below the device, optionally a disk below it, and the copies between them.
 
     Args:
-        host: Pools over host memory; they may contain boundaries already.
-        disk: Index of the entries on disk; None: no disk tier.
+        host: Pools over host memory, which may already contain boundaries.
+        disk: Index of the entries on disk; None without a disk tier.
         agree: Function that returns the minimum of each number over the model's ranks.
         measure: Function that returns this rank's measured times; see `AgreedTimes`.
-        prepare: Called before copies start, to clear the device memory to which they write.
+        prepare: Function that clears the device memory to which copies write; called before they start.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class HostTier(Tiers):
 
     @property
     def num_disk_writes(self) -> int:
-        """Number of boundaries being written to disk."""
+        """Number of boundaries whose copy to disk is queued or running."""
         return sum(order.lane is Lane.TO_DISK and bool(order.states) for order in self._ledger.orders.values())
 
     # Between steps.
@@ -128,7 +128,11 @@ class HostTier(Tiers):
             self._copies.start(new)
 
     def land(self, *, wait: bool = False) -> int:
-        """Complete the copies that have ended on every rank; return their number. `wait` awaits a needed copy."""
+        """Complete the copies that have ended on every rank; return their number.
+
+        Args:
+            wait: True to wait first for the oldest copy that a waiting request needs.
+        """
         self._restores.release_unawaited()
         if not len(self._ledger):
             return 0
@@ -139,14 +143,14 @@ class HostTier(Tiers):
         return self._ledger.land(self._copies, self._agree)
 
     def close(self) -> None:
-        """Release all device blocks and slots before device memory is freed; drop queued disk writes."""
+        """Release all device blocks and slots, so that device memory can be freed; drop queued disk writes."""
         self._restores.flushed()
         if self._disk is not None:
             self._disk.drop_waiting()
         self.drain()
 
     def drain(self) -> None:
-        """Start the queued copies, and wait for them and for the copies that they trigger."""
+        """Start the queued copies, and wait until these and the copies that they trigger have ended."""
         while len(self._ledger):
             self.start()
             self._copies.wait(list(self._ledger.orders))
@@ -188,7 +192,7 @@ class HostTier(Tiers):
     def make_room(self, request_id: int | None = None) -> bool:
         if not self._restores.takes_room:
             return False
-        self.start()  # a copy that is not started never ends
+        self.start()  # the wait below never ends for a copy that has not been started
         if self._restores.give_up(() if request_id is None else (request_id,)):
             return True
         if self._restores.numbers_under_way():
@@ -227,19 +231,20 @@ class HostTier(Tiers):
         counted = {block: kv.num_refs(block) for block in held}
         if counted != held or kv.num_referenced != len(held):
             raise CacheIntegrityError(
-                f"copies hold host blocks {held}, but {counted} of {kv.num_referenced} references are theirs"
+                f"copies hold the references {held} on host blocks, but the pool counts {counted} on these blocks and "
+                f"{kv.num_referenced} referenced blocks"
             )
         reserved = [arrival.slot for arrival in arrivals]
         strange = [slot for slot in reserved if slots.owner_of(slot) is not SlotOwner.RESERVED]
         if strange or slots.num_reserved != len(reserved):
             raise CacheIntegrityError(
-                f"copies have reserved {reserved} host slots, but {slots.num_reserved} are reserved"
+                f"copies have reserved the host slots {reserved}, but {slots.num_reserved} slots are reserved"
             )
         for lane, found in ((Lane.TO_HOST, self._writes.arrivals), (Lane.TO_DEVICE, self._restores.arrivals)):
             if self._ledger.count(lane) != len(found):
                 raise CacheIntegrityError(
-                    f"{self._ledger.count(lane)} copies {lane.value} are running, but {len(found)} arrivals are "
-                    "expected"
+                    f"{self._ledger.count(lane)} copies from {lane.value} are in progress, but {len(found)} arrivals "
+                    "are expected"
                 )
         if disk is not None:
             disk.index.check_integrity()

@@ -1,4 +1,4 @@
-"""Ledger of copies between tiers, which complete when they have ended on all ranks of the model."""
+"""Ledger of copies between tiers. A copy completes when it has ended on all ranks of the model."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ class Lane(Enum):
 
 
 class CopyStatus(IntEnum):
-    """Progress of a copy; the lowest status over all ranks counts."""
+    """Progress of a copy; over several ranks, the minimum applies."""
 
     UNDER_WAY = 0
     FAILED = 1
@@ -27,7 +27,7 @@ class CopyStatus(IntEnum):
 
 
 IndexPairs = tuple[tuple[int, int], ...]
-"""Pairs: an index to read from and an index to write to."""
+"""Pairs of a source index and a destination index."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +35,11 @@ class CopyOrder:
     """KV blocks and states to copy, as pairs of source and destination indices.
 
     Args:
-        blocks: Pairs of block indices. For a copy to or from files, a file's side is the block index in the text.
-        files: Files to write or read, in text order. A written file gets all blocks and the state. Files that are read
-            contain the blocks between them, and the last file contains the state. Without blocks and states, the files
-            are removed.
+        blocks: Pairs of block indices. In a copy to or from files, the index on the file's side is the block's index in
+            the text.
+        files: Entries whose files are written or read, in text order. A write has one file, for all blocks and the
+            state. In a read, the last file has the state, and each file has some of the blocks. An order without blocks
+            and states removes the files.
     """
 
     number: int
@@ -50,11 +51,11 @@ class CopyOrder:
 
 @dataclass(frozen=True, slots=True)
 class EntryName:
-    """Resumable boundary in a lower tier: a state, and the KV since the previous boundary.
+    """Identity of a resumable boundary on disk, which consists of a state and the KV since the previous boundary.
 
     Args:
         key: Key of the block that ends at the boundary.
-        anchor: Key at the previous boundary; 0 at the start of the text.
+        anchor: Key of the block that ends at the previous boundary; 0 if there is none.
         depth: Number of blocks from the start of the text to the boundary.
         num_blocks: Number of blocks since the previous boundary.
     """
@@ -66,42 +67,43 @@ class EntryName:
 
 
 class Copies(Protocol):
-    """Copy engine of one rank. Copies are started in order and run asynchronously."""
+    """Interface of one rank's copy engine. Copies are started in order and run asynchronously."""
 
     def start(self, orders: Sequence[CopyOrder]) -> None:
-        """Start copies after all launched work; the caller must not use source or destination until they end.
+        """Start copies, which wait for all work launched on the device so far.
 
-        A copy that cannot be started ends as failed.
+        The caller must not write to a source or use a destination until the copy has ended. A copy that cannot be
+        started counts as failed.
         """
 
     def status(self, number: int) -> CopyStatus:
         """Return the status of a copy."""
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Wait until these copies have ended."""
+        """Wait until the copies with these numbers have ended."""
 
     def forget(self, number: int) -> None:
         """Forget a copy that has ended."""
 
 
 Agree = Callable[[Sequence[int]], list[int]]
-"""Returns the least of each number over the ranks of the model; collective."""
+"""Function that returns the minimum of each number over the ranks of the model; a collective operation."""
 
 End = Callable[[bool], None]
-"""Called when a copy has ended; True if its bytes are there on every rank."""
+"""Function called when a copy has ended, with True if it succeeded on every rank."""
 
 
 class CopyLedger:
-    """The running copies, identical on every rank.
+    """The queued and running copies, identical on every rank.
 
-    A cancelled copy still runs to its end, because its memory is in use until then, but ends as failed.
+    A cancelled copy still runs to its end, because its memory is in use until then, but counts as failed.
     """
 
     def __init__(self) -> None:
         self._next = 0
         self._new: list[CopyOrder] = []
         self.orders: dict[int, CopyOrder] = {}
-        """All copies that have not ended, by number, the oldest first; changed here only."""
+        """Copies that have not ended, by number, oldest first; changed only by this class."""
         self._ends: dict[int, End] = {}
         self._cancelled: set[int] = set()
 
@@ -128,18 +130,18 @@ class CopyLedger:
         return new
 
     def cancel(self, number: int) -> None:
-        """Cancel a copy, so that it ends as failed."""
+        """Cancel a copy, so that it counts as failed when it ends."""
         if number in self.orders:
             self._cancelled.add(number)
 
     def cancel_all(self) -> None:
-        """Cancel all copies, so that they end as failed."""
+        """Cancel all copies, so that they count as failed when they end."""
         self._cancelled |= self.orders.keys()
 
     def land(self, copies: Copies, agree: Agree) -> int:
-        """Complete the copies that have ended on every rank, oldest first; return how many.
+        """Complete the copies that have ended on every rank, oldest first; return their number.
 
-        Without running copies, the ranks do not communicate.
+        The ranks communicate only if copies are running.
         """
         unstarted = {order.number for order in self._new}
         started = [number for number in self.orders if number not in unstarted]
@@ -158,7 +160,7 @@ class CopyLedger:
 
 @dataclass(frozen=True, slots=True)
 class TierPair:
-    """Pools of the device and of host memory.
+    """Pools of device and host memory, and the ledger of copies between them.
 
     Args:
         block_size: Number of tokens in a KV block.
@@ -172,7 +174,7 @@ class TierPair:
 
 
 class CopyTimes(NamedTuple):
-    """Measured times in nanoseconds.
+    """Measured times of copies and prefill, in nanoseconds.
 
     Args:
         block, state: Time to copy one block or state from the host to the device.
@@ -188,14 +190,14 @@ class CopyTimes(NamedTuple):
 
 
 COPIES_TAKE_NOTHING = CopyTimes(block=0, state=0, token=1)
-"""Times until all ranks have measured."""
+"""Times assumed until all ranks have measured theirs; a copy then always seems faster than prefill."""
 
 
 class AgreedTimes:
     """Times on which all ranks agree after measuring: the slowest copies and the fastest prefill of any rank.
 
     Args:
-        measure: Returns the times that this rank has measured; None while a time is missing.
+        measure: Function that returns the times measured by this rank; None until all of them have been measured.
     """
 
     def __init__(self, measure: Callable[[], CopyTimes | None], agree: Agree) -> None:
@@ -204,7 +206,10 @@ class AgreedTimes:
         self._agreed: CopyTimes | None = None
 
     def now(self) -> CopyTimes:
-        """Return the agreed times; `COPIES_TAKE_NOTHING` until all ranks have measured. Collective until then."""
+        """Return the agreed times, or `COPIES_TAKE_NOTHING` until all ranks have measured.
+
+        All ranks must call this together until the times are agreed on, because it communicates.
+        """
         if self._agreed is not None:
             return self._agreed
         found = self._measure() or CopyTimes(0, 0, 0)

@@ -12,8 +12,8 @@ class DiskIndex:
     """Entries on disk by key, ordered by last use. The least recently used entry without successors is evicted first.
 
     Args:
-        block_bytes, entry_bytes: Bytes of one KV block in a file, and bytes of an entry without its blocks.
-        limit: Bytes of all entries.
+        block_bytes, entry_bytes: Size in bytes of one KV block in a file, and of an entry without its blocks.
+        limit: Maximum size of all entries together, in bytes.
     """
 
     def __init__(self, block_bytes: int, entry_bytes: int, limit: int) -> None:
@@ -21,9 +21,9 @@ class DiskIndex:
         self._entry_bytes = entry_bytes
         self._limit = limit
         self._entries: OrderedDict[int, EntryName] = OrderedDict()
-        self._num_after: dict[int, int] = {}  # by key: entries that follow it directly, if any do
+        self._num_after: dict[int, int] = {}  # by key: number of entries that directly follow it; absent if 0
         self.num_bytes = 0
-        """Bytes of all entries."""
+        """Size of all entries together, in bytes."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -33,15 +33,15 @@ class DiskIndex:
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes below the limit that are unused by known entries; other servers' entries may use some of them."""
+        """Number of bytes that known entries leave free; entries of other servers may already use some of them."""
         return max(self._limit - self.num_bytes, 0)
 
     def bytes_of(self, name: EntryName) -> int:
-        """Return the bytes of an entry."""
+        """Return the size of an entry in bytes."""
         return self._entry_bytes + name.num_blocks * self._block_bytes
 
     def add(self, name: EntryName) -> None:
-        """Note that an entry is on disk; a known entry counts as used."""
+        """Record that an entry is on disk; if it is already recorded, count it as just used."""
         if name.key in self._entries:
             self.use([name])
             return
@@ -50,7 +50,7 @@ class DiskIndex:
         self._num_after[name.anchor] = self._num_after.get(name.anchor, 0) + 1
 
     def remove(self, name: EntryName) -> None:
-        """Note that an entry is gone; do nothing if it is unknown."""
+        """Record that an entry is no longer on disk; do nothing if it is unknown."""
         if self._entries.get(name.key) != name:
             return
         del self._entries[name.key]
@@ -85,15 +85,15 @@ class DiskIndex:
         return leaving
 
     def anchor_of(self, keys: Sequence[BlockKey]) -> int:
-        """Return the depth in blocks of the deepest entry on disk before the end of a text; 0 if there is none."""
+        """Return the number of blocks up to the deepest entry on disk before the end of a text; 0 if there is none."""
         return next((depth for depth in range(len(keys) - 1, 0, -1) if keys[depth - 1] in self._entries), 0)
 
     def chain(self, keys: Sequence[BlockKey], num_known: int) -> list[EntryName]:
-        """Return, in order, the entries to read for a text's deepest readable boundary; empty if there is none.
+        """Return the entries to read, in text order, for the deepest boundary that can be read; empty if there is none.
 
         Args:
             keys: Keys of the text's blocks.
-            num_known: Number of leading blocks that need not be read.
+            num_known: Number of leading blocks that are already on the host and need not be read.
         """
         for depth in range(len(keys), 0, -1):
             if keys[depth - 1] in self._entries and (found := self._chain_to(keys, depth, num_known)):
@@ -101,7 +101,7 @@ class DiskIndex:
         return []
 
     def trim(self) -> list[EntryName]:
-        """Remove entries until the total is below the limit; return them."""
+        """Remove entries until their total size is at most the limit; return the removed entries."""
         leaving = []
         while self.num_bytes > self._limit and (found := self._first_that_may_leave(())) is not None:
             self.remove(found)
@@ -109,7 +109,7 @@ class DiskIndex:
         return leaving
 
     def close(self) -> None:
-        """Remove all entries, and ignore entries that are added later."""
+        """Forget all entries, and lower the limit so that no entry fits any more."""
         self.clear()
         self._limit = -1
 
@@ -127,8 +127,8 @@ class DiskIndex:
             num_after[name.anchor] = num_after.get(name.anchor, 0) + 1
         if (num_bytes, num_after) != (self.num_bytes, self._num_after):
             raise CacheIntegrityError(
-                f"{self.num_bytes} bytes and {self._num_after} successors are counted, but there are {num_bytes} and "
-                f"{num_after}"
+                f"the entries have {num_bytes} bytes and successors {num_after}, but {self.num_bytes} and "
+                f"{self._num_after} are counted"
             )
 
     def _first_that_may_leave(self, stay: Container[int]) -> EntryName | None:

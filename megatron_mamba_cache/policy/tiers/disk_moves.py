@@ -1,4 +1,4 @@
-"""Transfers between host memory and disk."""
+"""Copies of boundaries between host memory and disk."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from .disk_index import DiskIndex
 from .restores import WaitingPrompt
 
 MOST_STORES = 64
-"""The most boundaries on their way to the disk; more than that wait."""
+"""Maximum number of boundaries being written to disk at a time; further writes are queued."""
 _MOST_WAITING = 4096
-"""Beyond it the oldest is not written."""
+"""Maximum number of queued writes; beyond it, the oldest write is dropped."""
 
 
 class DiskMoves:
@@ -25,9 +25,9 @@ class DiskMoves:
         self._host = pair.host
         self._times = times
         self._stores: dict[int, tuple[EntryName, list[BlockId]]] = {}
-        self._waiting: deque[list[BlockKey]] = deque(maxlen=_MOST_WAITING)  # boundaries to be written
+        self._waiting: deque[list[BlockKey]] = deque(maxlen=_MOST_WAITING)  # block keys of each queued write
         self._loads: dict[int, tuple[tuple[EntryName, ...], Arrival]] = {}
-        self._of_request: dict[int, int] = {}  # by waiting request: the number of the read for which it waits
+        self._of_request: dict[int, int] = {}  # by waiting request: number of the copy that it waits for
         self._tried: set[int] = set()
         self._read: dict[int, int] = {}  # by waiting request: number of blocks read from disk
 
@@ -42,11 +42,11 @@ class DiskMoves:
         return [blocks for _, blocks in self._stores.values()]
 
     def awaits(self, request_id: int) -> bool:
-        """Return whether the request's prefix is being read."""
+        """Return whether the request's prefix is being read from disk."""
         return request_id in self._of_request
 
     def store(self, held: Sequence[BlockId]) -> None:
-        """Start to write a boundary that has arrived on the host.
+        """Start or queue the write of a boundary that has been copied to the host.
 
         Args:
             held: Blocks from the start of the text; the last block has a state.
@@ -81,7 +81,7 @@ class DiskMoves:
         self._stores[number] = name, list(held)
 
     def load(self, prompt: WaitingPrompt, here: Sequence[BlockId]) -> bool:
-        """Start to read the part of a waiting request's prefix that is only on disk; return whether a read was queued.
+        """Start to read the part of a waiting request's prefix that is only on disk; return True if a read was queued.
 
         Args:
             here: Leading blocks of the prompt that are on the device.
@@ -115,13 +115,16 @@ class DiskMoves:
         return True
 
     def forget(self, request_id: int) -> int:
-        """Note that a request has left the queue; return how many blocks were read for it. A running read continues."""
+        """Record that a request has left the queue; return how many blocks were read for it.
+
+        A read that is in progress continues.
+        """
         self._tried.discard(request_id)
         self._of_request.pop(request_id, None)
         return self._read.pop(request_id, 0)
 
     def numbers_under_way(self) -> list[int]:
-        """Return the copy numbers of the reads for which requests wait."""
+        """Return the copy numbers of the reads that requests wait for."""
         return list(self._of_request.values())
 
     def drop_waiting(self) -> None:
@@ -129,7 +132,7 @@ class DiskMoves:
         self._waiting.clear()
 
     def flushed(self) -> None:
-        """Forget all entries, because none can be found any more."""
+        """Forget all entries after a flush, because no key matches them any more."""
         self.index.clear()
         self._waiting.clear()
         self._tried.clear()
@@ -158,7 +161,8 @@ class DiskMoves:
             del self._of_request[request_id]
         if not is_there:
             cancel(arrival, self._host)
-            # Clear everything: entries after a missing entry could never be read, and more would be written after them.
+            # Remove all entries of the read: entries after a missing one can never be read, and more would be written
+            # after them.
             self._remove([name for name in names if name.key in self.index])
             for name in names:
                 self.index.remove(name)
@@ -175,7 +179,7 @@ class DiskMoves:
             self._pair.ledger.begin(Lane.TO_DISK, (), (), lambda ok: None, files=tuple(names))
 
     def _pays(self, names: Sequence[EntryName], num_known: int, depth_above: int) -> bool:
-        """Return whether reading the entries takes less time than computing their tokens."""
+        """Return whether reading the entries is estimated to take less time than computing their tokens."""
         times, depth = self._times.now(), names[-1].depth
         read = (depth - min(num_known, depth)) * times.disk_block + times.disk_state
         return read < (depth - depth_above) * self._pair.block_size * times.token

@@ -1,4 +1,4 @@
-"""Copies from the device to the host of a request's last boundaries and of boundaries about to be evicted."""
+"""Copy boundaries from the device to the host when a request ends or before a state is evicted."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,26 +9,26 @@ from .arrivals import Arrival, cancel, expect, has_state, publish
 from .copies import Lane, TierPair
 
 MOST_AT_EVICTION = 4
-"""Most states in offload that evictions spare; beyond it, states are lost."""
+"""Number of copies to the host in progress from which on states are evicted without a copy."""
 
 LIKELY = 0.05
-"""Minimum likelihood of a hit at which ends of prompts are offloaded before they are evicted."""
+"""Minimum likelihood of a hit at which the last boundary of a prompt is written when its request ends."""
 
 
 class HostWrites(StateSaver):
-    """Copy boundaries from the device to the host while they stay cached on the device.
+    """Copies boundaries from the device to the host; they stay cached on the device.
 
     A write does not pin its source: if the state is evicted before the write ends, the write is cancelled.
 
     Args:
-        on_written: Called with the held host blocks of each boundary that has been written.
+        on_written: Function called after each write with the boundary's host blocks, on which references are held.
     """
 
     def __init__(self, pair: TierPair, on_written: Callable[[Sequence[BlockId]], None]) -> None:
         self._pair = pair
         self._device, self._host = pair.device, pair.host
         self._on_written = on_written
-        self._under_way: dict[BlockId, int] = {}  # number of the copy, by the last block of its boundary
+        self._under_way: dict[BlockId, int] = {}  # copy number by the last block of the boundary
         self._arrivals: dict[int, Arrival] = {}
 
     @property
@@ -37,10 +37,10 @@ class HostWrites(StateSaver):
         return list(self._arrivals.values())
 
     def write_last(self, blocks: Sequence[BlockId], prompt_len: int) -> None:
-        """Write the last boundary of a text with a state on the device, and of its prompt if a hit is likely.
+        """Start to write the last boundary of an ended request, and the last boundary of its prompt if a hit is likely.
 
         Args:
-            blocks: Blocks of a request that has ended; those that are no longer findable are ignored.
+            blocks: Blocks of the request, from the start of the text; blocks that are no longer cached are ignored.
             prompt_len: Number of tokens in the request's prompt.
         """
         slots = self._device.slots
@@ -72,11 +72,11 @@ class HostWrites(StateSaver):
         self._under_way.clear()
 
     def _write(self, path: Sequence[BlockId], prompt_len: int | None = None, then: Sequence[BlockKey] = ()) -> bool:
-        """Start to write the boundary at the end of a path of device blocks; return whether a copy was queued.
+        """Start to write the boundary at the end of a path of device blocks; return True if a copy was queued.
 
         Args:
             prompt_len: Number of tokens of the newest prompt at the start of the text; None if unknown.
-            then: Keys of a longer text, whose last boundary is written next, without the part that both have in common.
+            then: Keys of a longer text that starts with these blocks. Its last boundary is written after this one.
         """
         end, keys = path[-1], self._keys_of(path)
         slot = self._device.slots.slot_of(end)

@@ -12,10 +12,10 @@ from .copies import AgreedTimes, Lane, TierPair
 
 @dataclass(frozen=True, slots=True)
 class WaitingPrompt:
-    """Prompt of a waiting request, for prefetches from lower tiers.
+    """Prompt of a waiting request, as far as prefetches from lower tiers need it.
 
     Args:
-        keys: Keys of the complete blocks that may come from the cache; a block that ends the prompt is excluded.
+        keys: Keys of the complete blocks that the cache may provide; a block with the prompt's last token is excluded.
         num_blocks: Number of blocks for the whole prompt.
     """
 
@@ -26,7 +26,7 @@ class WaitingPrompt:
 
 @dataclass(slots=True)
 class _Restore:
-    """Restore for a request. After it has landed, `held` are its blocks; the last one has a pinned state."""
+    """Restore of a prefix for one request. After the copy, `held` has its device blocks; the last state is pinned."""
 
     depth: int
     num_blocks_before: int  # number of blocks up to the deepest state on the device before the restore
@@ -39,14 +39,14 @@ class _Restore:
 
 
 class Restores:
-    """Copy boundaries from the host to the device, at most once per request, even if the copy fails."""
+    """Restores boundaries from the host to the device, at most once per waiting request, even if a copy fails."""
 
     def __init__(self, pair: TierPair, times: AgreedTimes) -> None:
         self._pair = pair
         self._device, self._host = pair.device, pair.host
         self._times = times
         self._of_request: dict[int, _Restore] = {}
-        self._unclaimed: list[_Restore] = []  # restores for requests that have left; released when they land
+        self._unclaimed: list[_Restore] = []  # restores for requests that have left; released after the copy
         self._tried: set[int] = set()
 
     @property
@@ -56,7 +56,7 @@ class Restores:
 
     @property
     def held(self) -> list[list[BlockId]]:
-        """Device blocks that landed restores hold until their requests are admitted."""
+        """Device blocks of completed restores, held until the requests are admitted."""
         return [restore.held for restore in self._all()]
 
     @property
@@ -66,16 +66,16 @@ class Restores:
 
     @property
     def takes_room(self) -> bool:
-        """True if waiting requests hold device memory."""
+        """True if restores for waiting requests hold device memory."""
         return bool(self._of_request or self._unclaimed)
 
     def awaits(self, request_id: int) -> bool:
-        """Return whether a restore for the request is running."""
+        """Return whether a copy for the request is queued or running."""
         restore = self._of_request.get(request_id)
         return restore is not None and restore.arrival is not None
 
     def begin(self, prompt: WaitingPrompt, here: Sequence[BlockId]) -> bool:
-        """Start a restore for a waiting request if it saves time; return whether a copy was queued.
+        """Start a restore for a waiting request if it is estimated to save time; return True if a copy was queued.
 
         Args:
             here: The prompt's leading blocks that are cached on the device.
@@ -94,7 +94,7 @@ class Restores:
         with ExitStack() as undo:
             self._host.kv.acquire(host_blocks)
             undo.callback(self._host.kv.release, host_blocks)
-            self._host.slots.pin(end)  # before making room: evicted states may be written to the host
+            self._host.slots.pin(end)  # before `expect`: its evictions may copy states to the host, and so evict there
             undo.callback(self._host.slots.unpin, end)
             try:
                 arrival = expect(self._device, keys)
@@ -112,7 +112,7 @@ class Restores:
         return True
 
     def claim(self, request_id: int) -> int:
-        """Release the restore of an admitted request; return how many blocks it skips."""
+        """Release the restore of an admitted request; return how many more blocks need no prefill because of it."""
         self._tried.discard(request_id)
         restore = self._of_request.get(request_id)
         self._give_up([request_id])
@@ -124,13 +124,13 @@ class Restores:
         self._give_up([request_id])
 
     def give_up(self, keep: Collection[int] = ()) -> bool:
-        """Release the restores of waiting requests, except for those in `keep`; return whether there were any."""
+        """Release completed restores of waiting requests, except those in `keep`; return True if any were released."""
         landed = [number for number, restore in self._of_request.items() if restore.held and number not in keep]
         self._give_up(landed)
         return bool(landed)
 
     def flushed(self) -> None:
-        """Release all restores, because nothing restored can be found any more."""
+        """Release all restores after a flush, because no key matches the restored blocks any more."""
         self._give_up(list(self._of_request))
         self._tried.clear()
 
@@ -139,12 +139,14 @@ class Restores:
         return [restore.number for restore in self._all() if restore.arrival is not None]
 
     def _best_depth(self, num_blocks: int, below: Sequence[BlockId], num_here: int, depth_here: int) -> int:
-        """Return the number of blocks to restore that minimizes the time to copy them and prefill the rest.
+        """Return the end of the restored prefix, in blocks, that minimizes the time to copy it and prefill the rest.
+
+        The result is `depth_here` if a restore saves no time.
 
         Args:
-            num_blocks: Number of blocks that the prompt may skip.
+            num_blocks: Number of the prompt's blocks that the cache may provide.
             below: Leading blocks of the prompt on the host.
-            num_here, depth_here: Number of leading blocks on the device, and of blocks up to the deepest state there.
+            num_here, depth_here: Number of leading blocks on the device, and number of those up to the deepest state.
         """
         slot_of = self._host.slots.slot_of
         deeper = [depth for depth in range(depth_here + 1, len(below) + 1) if slot_of(below[depth - 1]) is not None]
@@ -175,7 +177,7 @@ class Restores:
         self.release_unawaited()
 
     def release_unawaited(self) -> None:
-        """Release restores for which no request waits. Safe to retry."""
+        """Release completed restores whose requests have left. Safe to retry."""
         while landed := [restore for restore in self._unclaimed if restore.arrival is None]:
             restore = landed[0]
             if restore.is_pinned:

@@ -2,7 +2,7 @@
 
     history = initial window, x;  y[j] = SiLU(sum over k of weight[k] * history[j + k] + bias)
 
-The last d_conv - 1 inputs of a request are written to its final slot, and the last inputs of a chunk to its slot.
+The last d_conv - 1 inputs of a request are written to its final slot, and those of a chunk to the chunk's slot.
 
 The final slot of a request may be its initial slot, so the program that reads the initial window also writes the final
 window. Each program handles a tile of channels and has one of three roles:
@@ -48,7 +48,7 @@ class ConvTiling:
     """Tile sizes of the convolution kernel; they do not affect the result.
 
     Args:
-        tokens, channels: Size of a tile; powers of two.
+        tokens, channels: Numbers of tokens and channels per tile; powers of two.
         at_once: Number of tokens whose inputs are loaded together; must divide `tokens`.
         num_warps: Number of warps per program.
     """
@@ -79,7 +79,7 @@ def _convolve_mixture(
     y, inputs, weight, bias, rows, num_rows, num_tokens, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile of tokens of several requests, except each request's first D_CONV - 1; zero the padding."""
+    """Convolve a tile whose tokens belong to several requests, except the first D_CONV - 1 of each; zero padding."""
     token = first_token + tl.arange(0, TOKENS)
     row = count_up_to(rows.cu_seqlens + 1, num_rows, token)
     is_past = row == num_rows

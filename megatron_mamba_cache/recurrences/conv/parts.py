@@ -84,7 +84,7 @@ def begin_row(
     y, inputs, weight, bias, windows, ends, rows, row, num_chunks, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr,
 ):  # fmt: skip
-    """Compute a request's first D_CONV - 1 tokens; store its final window, and windows that include initial inputs."""
+    """Convolve a request's first D_CONV - 1 tokens; store its final window, and windows that include earlier inputs."""
     WINDOW: tl.constexpr = D_CONV - 1
     inside = channel < CONV_DIM
     start = tl.load(rows.cu_seqlens + row)
@@ -155,7 +155,7 @@ def convolve_run(
     y, inputs, weight, bias, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile whose tokens all belong to one request and follow its first D_CONV - 1 tokens."""
+    """Convolve a tile whose tokens all belong to one request and follow its first D_CONV - 1 tokens."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -182,7 +182,7 @@ def convolve_part(
     y, inputs, weight, bias, low, high, num_tokens, first_token, channel,
     CONV_DIM: tl.constexpr, D_CONV: tl.constexpr, TOKENS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Compute a tile's tokens of the request [low, high), except its first D_CONV - 1; zero the tokens after it."""
+    """Convolve a tile's tokens of the request [low, high), except its first D_CONV - 1; zero the tokens after it."""
     inside = channel < CONV_DIM
     taps = load_taps(weight, channel, CONV_DIM, D_CONV)
     offset = load_bias(bias, channel, CONV_DIM)
@@ -207,13 +207,13 @@ def check_conv(x: Tensor, weight: Tensor, bias: Tensor | None, conv_pool: Tensor
     """Raise a `ValueError` unless the tensors match and the windows in the pool hold at least `window_len` inputs."""
     if x.dim() != 2 or weight.dim() != 2 or conv_pool.dim() != 3 or weight.shape[1] < 1:
         raise ValueError(
-            "shapes must be x [tokens, conv_dim], weight [conv_dim, d_conv] and conv_pool [slots, window, conv_dim], "
+            "x must have shape [tokens, conv_dim], weight [conv_dim, d_conv] and conv_pool [slots, window, conv_dim], "
             f"found x {tuple(x.shape)}, weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     conv_dim = x.shape[1]
     if weight.shape[0] != conv_dim or conv_pool.shape[2] != conv_dim or conv_pool.shape[1] < window_len:
         raise ValueError(
-            f"weight and conv_pool must have conv_dim {conv_dim} and a window of at least {window_len} inputs, "
+            f"weight and conv_pool must have {conv_dim} channels, and windows at least {window_len} inputs, "
             f"found weight {tuple(weight.shape)} and conv_pool {tuple(conv_pool.shape)}"
         )
     if bias is not None and (tuple(bias.shape) != (conv_dim,) or not bias.is_contiguous()):

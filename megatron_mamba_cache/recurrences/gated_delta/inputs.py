@@ -57,7 +57,7 @@ class GateWeights:
 
 def write_strengths(b: Tensor) -> Tensor:
     """Return beta [..., value heads], rounded to the dtype of `b`, in the dtype in which references compute."""
-    # On a CPU, torch's sigmoid rounds the last few elements of a tensor differently.
+    # Do not use torch.sigmoid: on a CPU, it rounds the last few elements of a tensor differently.
     return (1 / (1 + torch.exp(-b.to(compute_dtype(b))))).to(b.dtype).to(compute_dtype(b))
 
 
@@ -77,7 +77,7 @@ def check_tokens(tokens: DeltaTokens, gates: GateWeights) -> None:
         )
     if not tokens.q.dtype == tokens.k.dtype == tokens.v.dtype:
         dtypes = f"q {tokens.q.dtype}, k {tokens.k.dtype}, v {tokens.v.dtype}"
-        raise ValueError(f"q, k and v must have one dtype, found {dtypes}")
+        raise ValueError(f"q, k and v must have the same dtype, found {dtypes}")
     shapes = {
         "q": (tokens.q, (num_tokens, key_heads, key_dim)),
         "k": (tokens.k, (num_tokens, key_heads, key_dim)),

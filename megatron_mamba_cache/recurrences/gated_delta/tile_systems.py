@@ -2,7 +2,7 @@
 
 For token i of a tile, where G_i is the sum of g from the start of the tile up to and including token i:
 
-    A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) for j < i        solved = (I + A)^-1 diag(beta), below its diagonal
+    A[i, j] = beta_i (k_i . k_j) exp(G_i - G_j) for j < i        solved = (I + A)^-1 diag(beta), without its diagonal
     scores[i, j] = (q_i . k_j) exp(G_i - G_j) for j <= i
 
 These terms and `factors` include the normalization of q and k, so the scan reads q and k unnormalized. The inverse (WY
@@ -131,7 +131,7 @@ def _sums_between(g, sums, PRECISION: tl.constexpr):
     """
     WIDTH: tl.constexpr = g.shape[0]
     i, j = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
-    if PRECISION == "ieee":  # differences of cumulative sums would lose accuracy
+    if PRECISION == "ieee":  # sum directly, because differences of cumulative sums would lose accuracy
         between = tl.cumsum(tl.where(i > j, g[:, None], 0.0), axis=0)
         after = tl.sum(tl.where(i == WIDTH - 1, between, 0.0), axis=0)
     else:
@@ -174,7 +174,7 @@ def _systems_kernel(
     key_head = head // HEADS_A_KEY
 
     channel = tl.arange(0, LANES)
-    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # padding tokens
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # zero padding
         at = y + (tl.cast(token, tl.int64) * HEADS + head) * VALUE_DIM + channel
         tl.store(at, tl.zeros([LANES], y.dtype.element_ty), mask=channel < VALUE_DIM)
 

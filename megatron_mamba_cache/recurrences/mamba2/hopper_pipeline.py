@@ -1,4 +1,4 @@
-"""TMA loads and stores for the scan on Hopper GPUs, overlapped with the computation; Gluon.
+"""TMA loads and stores for the scan on Hopper GPUs, overlapped with computation, in Gluon.
 
 Loads: one warp fills pipeline stages ahead of the warps that scan. The TMA box of a tile may include tokens of other
 requests. The loading warp sets them to zero before it signals that the stage is full, because a NaN in another request

@@ -82,7 +82,7 @@ class Mamba2:
         return replays_fast(self.head_dim, self.d_state)
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
-        """Return the layout of a request's replay buffer, which is applied to the state after `fold_len` tokens."""
+        """Return the layout of a request's replay buffer; tokens are folded into the state every `fold_len` tokens."""
         return RingLayout(
             num_layers=num_layers,
             capacity=least_capacity(fold_len, 1 + num_drafts),

@@ -60,8 +60,8 @@ def ssd_scan(
     """Run the recurrence over packed requests; read initial states from the pool and store states in place.
 
     States at chunk ends and request ends are stored. With a float32 pool, a request that is resumed at a chunk end
-    continues bit-identically, however it is packed. The reference runs for float64, if head_dim is not a multiple of
-    16, if d_state is not a power of two or below 16, and if a head's state is larger than 128 x 128.
+    continues bit-identically, however it is packed. The reference runs for float64, and if head_dim is not a multiple
+    of 16, d_state is below 16 or not a power of two, or a head's state has more than 128 x 128 elements.
 
     Args:
         ssm_pool: [slots, heads, d_state, head_dim]; each slot is contiguous.
@@ -81,7 +81,7 @@ def ssd_scan(
     check_pool(tokens, ssm_pool)
     if not tokens.x.dtype == tokens.B.dtype == tokens.C.dtype:
         dtypes = f"x {tokens.x.dtype}, B {tokens.B.dtype}, C {tokens.C.dtype}"
-        raise ValueError(f"x, B and C must have one dtype, found {dtypes}")
+        raise ValueError(f"x, B and C must have the same dtype, found {dtypes}")
     if quantized is not None:
         quantized.check(ssm_pool)
     check_prefill_batch(rows, tokens.x.device)

@@ -52,7 +52,7 @@ def _scan_head(
     Long because it interleaves asynchronous matmuls with the waits for their results.
     """
     LENGTH: gl.constexpr = sizes.LENGTH
-    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.CHANNELS, 16])  # for outputs and state
+    OUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.CHANNELS, 16])  # for y and states
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, LENGTH, 16])  # [LENGTH, LENGTH]
     no_scores = gl.zeros([LENGTH, LENGTH], gl.float32, layout=SCORES)
     no_outputs = gl.zeros([LENGTH, sizes.CHANNELS], gl.float32, layout=OUT)
@@ -67,7 +67,7 @@ def _scan_head(
     fence_async_shared()
     total = gl.load(totals, mask=span.count > 0, other=0.0)
     scores = no_scores
-    kept = initial * 0 - 1  # -1: the previous tile has not stored a state
+    kept = initial * 0 - 1  # -1: no state of the previous tile is in flight
     if span.count > 0:
         mbarrier.wait(pipeline.full.index(0), 0)
         begun = warpgroup_mma(

@@ -1,4 +1,4 @@
-"""SSD scan in plain Triton, for all GPUs, float32 tokens and Triton's interpreter.
+"""SSD scan in plain Triton, for devices, dtypes and shapes that `scan_hopper` does not support.
 
 A program scans one head of a request, or a slice of its channels. It processes the tiles in order and keeps the state
 in registers, in float32. For each tile, with the decays computed by `tiles`:

@@ -107,7 +107,7 @@ def _tiles_kernel(
     lane = tl.arange(0, LANES)
     channel = (tl.program_id(1) * HEADS_AT_A_TIME * HEAD_DIM).to(tl.int64) + lane
     cleared = (lane < HEADS_AT_A_TIME * HEAD_DIM) & (channel < HEADS * HEAD_DIM)
-    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # padding tokens
+    for token in range(tl.load(rows.cu_seqlens + num_rows) + tile, num_tokens, num_tiles):  # zero padding
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM) + channel, 0.0, mask=cleared)
 
     chunk = tile // PER_CHUNK

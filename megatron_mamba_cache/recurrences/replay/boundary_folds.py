@@ -1,17 +1,17 @@
-"""Cache states at block boundaries: plan which requests of a verify step reached one, and fold their states.
+"""Cache states at block boundaries by replay: find the requests that reached a boundary, and fold their ring entries.
 
-The plan is made on the device. With running = computed + scheduled - drafts,
+The plan kernel decides on the device. With running = computed + scheduled - drafts,
 
     end = (running + max(accepted, 1) - 1) // block_size * block_size;  reached iff end >= running and end > 0
 
-A step folds its base up to the last multiple of the ring length among its computed tokens, so the fold for the boundary
-begins there. A program decides for _ROWS requests.
+The step itself has already folded ring entries up to the last multiple of `ring_len` in `computed`, so the boundary
+fold starts there. Each program handles _ROWS requests.
 
-The fold takes a base and the ring entries after it. Grid: the resident programs. Each reads all requests and takes
-every n-th tile of those with a target, all layers: one request uses the whole GPU, and a step without a target costs
-one decision.
+The fold kernel applies ring entries to the base of each request and writes the result to the target. Grid: as many
+programs as can run concurrently. Each program reads the targets of all requests, and takes every n-th tile, over all
+layers, of the requests that have one. A single request thus uses the whole GPU, and a step without targets is cheap.
 
-Graph safe: no host sync, one launch each, grids fixed at capture.
+Safe in CUDA graphs: no host sync, one launch per kernel, and the grids are fixed at capture.
 """
 
 import torch
@@ -29,7 +29,7 @@ from .ring import BoundaryFolds, ReplayRing, check_boundary_folds, check_ring_le
 from .tiling import folds_by_mma
 
 _ROWS = 256
-_LANES = 4  # int32 in 16 bytes
+_LANES = 4  # number of int32 values in 16 bytes
 WIDTH = 32
 NUM_WARPS = 4
 PROGRAMS_PER_SM = 4
@@ -58,17 +58,17 @@ def _plan_kernel(
 
 
 def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Return the folds of a verify step's requests that reached a boundary, for `fold_boundaries`.
+    """Return the arguments of `fold_boundaries` for the requests of a verify step that reached a block boundary.
 
     Args:
-        align: The batch's requests, with the tokens that each kept; columns are not read.
+        align: The same requests, with the number of accepted tokens; its `columns` are not read.
 
     Reference: `plan_boundary_folds_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
     """
     num_rows = rows.slots.shape[0]
     if not launches_kernel(rows.slots) or not num_rows:
         return plan_boundary_folds_ref(rows, align, ring_len, block_size)
-    # Lines of whole 16 bytes, so that every number of requests runs the same compiled kernels.
+    # Rows are padded to 16 bytes; otherwise Triton would compile another kernel for unaligned pointers.
     plan = torch.empty((3, -(-num_rows // _LANES) * _LANES), dtype=torch.int32, device=rows.slots.device)
     _plan_kernel[(triton.cdiv(num_rows, _ROWS),)](
         plan=plan,
@@ -97,17 +97,17 @@ def fold_boundaries(
     ring_len: int,
     quantized: QuantizedStates | None = None,
 ) -> None:
-    """Write each request's state after its first `ends` tokens into its target, all layers, in place.
+    """Write each request's state after its first `ends` tokens to its target slot, in all layers, in place.
 
     The state is the request's base and the ring entries from `folded` to `ends`, folded as the replay does: at a
     multiple of the ring's length it is bit-equal to the base of a later step, unless it is quantized. A request without
     a target or slot writes nothing. Every other slot stays as it is.
 
     Args:
-        ssm_pools: [layers, slots, heads, d_state, head_dim]; a slot's state contiguous.
-        rings: With the layers as first dimension.
-        ring_len: As in `state_replay`.
-        quantized: The states that the targets number; None: `ssm_pools`.
+        ssm_pools: [layers, slots, heads, d_state, head_dim]; each slot is contiguous within a layer.
+        rings: Rings of all layers, with the layers as the first dimension.
+        ring_len: Number of tokens per period, as in `state_replay`.
+        quantized: Storage that contains the target slots; None: these are slots of `ssm_pools`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -124,7 +124,7 @@ def fold_boundaries(
         fold_boundaries_ref(ssm_pools, rings, rows, ring_len, quantized)
         return
     if quantized is None and folds_by_mma(ssm_pools, rings.x.dtype):
-        from .fold_mma import fold_by_mma  # Gluon is imported on demand
+        from .fold_mma import fold_by_mma  # imported here, because other devices may lack Gluon
 
         fold_by_mma(ssm_pools, rings, rows, ring_len)
     else:
@@ -135,13 +135,16 @@ def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
     check_ring_len(ring_len)
     if ssm_pools.dim() != 5 or not ssm_pools[:1, :1].is_contiguous():
         raise ValueError(
-            "need ssm_pools [layers, slots, heads, d_state, head_dim] of contiguous states, "
+            "ssm_pools must have shape [layers, slots, heads, d_state, head_dim] with contiguous states, "
             f"found {tuple(ssm_pools.shape)} with strides {ssm_pools.stride()}"
         )
     num_layers, _, heads, d_state, head_dim = ssm_pools.shape
     groups = rings.B.shape[3] if rings.B.dim() == 5 else 0
     if groups == 0 or heads % groups:
-        raise ValueError(f"need B [layers, rings, capacity, groups, d_state], found {tuple(rings.B.shape)}")
+        raise ValueError(
+            "B of the rings must have shape [layers, rings, capacity, groups, d_state], with a number of groups that "
+            f"divides the {heads} heads, found {tuple(rings.B.shape)}"
+        )
     num_rings = rings.steps.shape[1]
     check_shapes(rings, (num_layers, num_rings), heads, head_dim, (groups, d_state), ssm_pools.device)
 
@@ -205,7 +208,7 @@ def fold_portably(
     ring_len: int,
     quantized: QuantizedStates | None,
 ) -> None:
-    """Write each request's state at its end into its target, all layers, in place; `fold_boundaries` checks."""
+    """Fold with the Triton kernel, which supports all shapes; `fold_boundaries` checks the arguments."""
     _fold_boundaries_kernel[(resident_programs(ssm_pools.device, PROGRAMS_PER_SM),)](
         **fold_arguments(ssm_pools, rings, rows, ring_len),
         quantized=quantized_pointers(quantized),

@@ -1,4 +1,4 @@
-"""Replayed states: drafts have no states; a ring keeps the inputs of tokens after the live slot's state."""
+"""Draft storage by replay: drafts need no slots, because rings keep the inputs of tokens after the live state."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +21,12 @@ _STEP_VALUES = 2  # the factor of x, and the log decay
 
 
 class ReplayedLayer(NamedTuple):
-    """The rings of one layer, which decoding requests read and write besides slots.
+    """Rings of one layer, used by decode and verify steps in addition to the slots.
 
     Args:
-        draft_inputs: [rings, drafts, conv_dim]; where the requests' conv windows continue. None without drafts.
+        ring_len: Number of tokens between two folds.
+        draft_inputs: [rings, drafts, conv_dim]; continuation of the conv windows, as in `DraftInputs`. None if no
+            drafts are allowed.
     """
 
     ring: ReplayRing
@@ -40,10 +42,10 @@ class ReplayStorage:
     """Draft states that are replayed, of a pool whose one group has a conv window and a matrix; a `DraftStorage`.
 
     Args:
-        live: The pool's own tensors.
-        rings: With the layers as first dimension.
-        ring_len: Tokens after which a replayed state is written.
-        draft_inputs: [layers, rings, drafts, conv_dim]; None without drafts.
+        live: Live states of the pool.
+        rings: Rings of all layers, with the layers as the first dimension.
+        ring_len: Number of tokens between two folds.
+        draft_inputs: [layers, rings, drafts, conv_dim]; None if no drafts are allowed.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class ReplayStorage:
         self._draft_inputs = draft_inputs
 
     def layer(self, index: int) -> ReplayedLayer:
-        """Return the rings of a layer."""
+        """Return the rings of one layer, as views."""
         rings = self._rings
         ring = ReplayRing(rings.x[index], rings.B[index], rings.steps[index])
         return ReplayedLayer(ring, self._ring_len, None if self._draft_inputs is None else self._draft_inputs[index])
@@ -67,7 +69,7 @@ class ReplayStorage:
     def cache_boundaries(
         self, stored: StoredStates, replay: ReplayBatch | None, rows: AlignBatch, block_size: int
     ) -> None:
-        """Fold the states at the boundaries that requests reached into their targets, and copy the windows there."""
+        """Store the state and conv window of each request that reached a block boundary, as decided on the device."""
         assert replay is not None
         folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
         storage = stored.storage(_STATE)
@@ -76,7 +78,7 @@ class ReplayStorage:
         stored.align_copy(rows, block_size, tails=self._tails(replay.buffers), only_windows=True)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
-        """Fold what rings hold into the live slots, and move the conv windows on, all layers, in place."""
+        """Fold all ring entries into the live slots, and advance the conv windows to the last accepted token."""
         folding = [state for state in states if state.folded < state.computed]
         if folding:
             lines = [(state.slot, state.buffer, state.folded, state.computed) for state in folding]
@@ -97,7 +99,7 @@ class ReplayStorage:
 class RingLayout:
     """One request's ring over the recurrent layers of this rank, and the conv inputs of its drafts.
 
-    These inputs are not in the slots, so that a slot takes the same bytes with any number of drafts.
+    The conv inputs are not in the slots, so the size of a slot does not depend on the number of drafts.
 
     Args:
         capacity, x_capacity: Positions of a ring, and of x in it.
@@ -134,7 +136,7 @@ class RingLayout:
         return self.num_layers * (of_x + self.capacity * (keys + steps) + of_drafts)
 
     def zeros(self, num_rings: int, device: torch.device | int | str) -> ReplayRing:
-        """Return rings [layers, rings, capacity, ...], all zero."""
+        """Return rings [layers, rings, capacity, ...] filled with zeros."""
         lead, of_x = (self.num_layers, num_rings, self.capacity), (self.num_layers, num_rings, self.x_capacity)
         return ReplayRing(
             x=torch.zeros((*of_x, self.heads, self.head_dim), dtype=self.x_dtype, device=device),
@@ -143,12 +145,12 @@ class RingLayout:
         )
 
     def draft_inputs(self, num_rings: int, device: torch.device | int | str) -> Tensor | None:
-        """Return the inputs of `DraftInputs`, [layers, rings, drafts, conv_dim], all zero; None without drafts."""
+        """Return zeros [layers, rings, drafts, conv_dim] for `DraftInputs`; None if no drafts are allowed."""
         shape = (self.num_layers, num_rings, self.num_drafts, self.conv_dim)
         return torch.zeros(shape, dtype=self.conv_dtype, device=device) if self.num_drafts else None
 
     def storage(self, live: StoredStates, num_requests: int, fold_len: int) -> ReplayStorage:
-        """Return draft states with rings for so many requests, all zero."""
+        """Return draft storage with one ring per request, filled with zeros; a fold is due after `fold_len` tokens."""
         device = live.device
         rings, inputs = self.zeros(num_requests, device), self.draft_inputs(num_requests, device)
         return ReplayStorage(live, rings, fold_len, inputs)

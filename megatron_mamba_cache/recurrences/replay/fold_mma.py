@@ -1,13 +1,14 @@
-"""Folds by products on tensor cores, in Gluon, for Hopper GPUs and bf16 rings: ring entries, and boundaries' states.
+"""Folds by bf16 tensor-core matmuls, in Gluon, for Hopper GPUs and bf16 rings.
 
-Every kernel that folds so gives the same bits. With m the ring's period that holds the entries, and L_j the sum of dt *
-A of those after entry j,
+All kernels that use these folds give bit-identical states. A period is `ring_len` positions that start at a multiple
+of `ring_len`. For the ring entries j of one period, with L the sum of dt * A over them and L_j the same sum over the
+entries after j, the new state is
 
-    S = exp(L_m) S + sum over j of B_j (exp(L_j) dt_j x_j)
+    S' = exp(L) S + sum over j of B_j (exp(L_j) dt_j x_j)
 
-This is one sum for a whole period; token by token, each entry takes two operations for each element of the state. The
-factors of x are split into three bf16 numbers that add up to them, so that every product is exact. A state's tile goes
-from memory to memory in slices of d_state, because a tile, its sums and their operands do not fit in registers.
+This replaces two operations per entry and state element by one matmul per period. The factors of x are split into three
+bf16 numbers that add up to them, so every product is exact. A state's tile is processed in slices of d_state, because a
+whole tile with its sums and operands does not fit in registers.
 """
 
 from torch import Tensor
@@ -27,13 +28,17 @@ _PAD = gl.constexpr(PAD_SLOT)
 
 @gluon.constexpr_function
 def _eighths(d_state: int, bits: int) -> int:
-    """Return the elements of each eighth of d_state in a slice: as many, of so many bits, as fit in registers."""
+    """Return how many elements a slice takes from each eighth of d_state, so that it fits in registers.
+
+    Args:
+        bits: Size of a state element.
+    """
     return min(64 // bits, d_state // 8)
 
 
 @gluon.constexpr_function
 def _padded(ring_len: int) -> int:
-    """Return the depth of the product."""
+    """Return the inner dimension of the matmul: `ring_len`, but at least 16."""
     return max(16, ring_len)
 
 
@@ -41,13 +46,13 @@ def _padded(ring_len: int) -> int:
 def _factors(
     steps, ring, begin, position, until, HEADS: gl.constexpr, CAPACITY: gl.constexpr, LAYOUT: gl.constexpr, PADDED
 ):
-    """Return the factor of the state, and those of x at PADDED positions from `begin` on, float32."""
+    """Return the float32 factor of the state, and those of x at PADDED positions from `begin` on."""
     j = gl.arange(0, PADDED, layout=LAYOUT)
     at = begin + j
     dt = gl.load(steps + at % CAPACITY * ring.steps_stride, mask=(at >= position) & (at < until), other=0.0)  # [PADDED]
     later = gl.zeros([PADDED], gl.float64, layout=LAYOUT)
     total = gl.full([], 0.0, gl.float64)
-    # One by one: any kernel's layout gives the same sums.
+    # Entries are added one at a time, so that the sums do not depend on the kernel's layout.
     for i in gl.static_range(PADDED):
         entry = begin + i
         decay = gl.load(
@@ -64,7 +69,7 @@ def _load_slice(
     SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
     PADDED: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Return a slice of the state, [elements, width], and of the entries' B, [PADDED, elements]."""
+    """Load a slice of the state, [elements, width], and of the entries' B, [PADDED, elements]."""
     TILE: gl.constexpr = left_layout(8 * EIGHTHS, WIDTH)
     KEYS: gl.constexpr = left_layout(PADDED, 8 * EIGHTHS)
     at = begin + gl.arange(0, PADDED, layout=gl.SliceLayout(1, KEYS))
@@ -80,7 +85,10 @@ def _load_slice(
 
 @gluon.jit
 def _elements(SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return which elements of d_state a slice has: as many of each eighth, which are a lane's of B."""
+    """Return the d_state indices of a slice: equally many from each eighth of d_state.
+
+    A lane loads B for the indices from one eighth.
+    """
     r = gl.arange(0, 8 * EIGHTHS, layout=LAYOUT)
     return r // EIGHTHS * (D_STATE // 8) + SLICE * EIGHTHS + r % EIGHTHS
 
@@ -90,7 +98,7 @@ def _tile_offsets(
     SLICE: gl.constexpr, EIGHTHS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, WIDTH: gl.constexpr,
     TILE: gl.constexpr,
 ):  # fmt: skip
-    """Return the offsets of a slice of a state's tile, [elements, width]."""
+    """Return the memory offsets of a slice within a state's tile, [elements, width]."""
     n = _elements(SLICE, EIGHTHS, D_STATE, gl.SliceLayout(1, TILE))
     return n[:, None] * HEAD_DIM + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE))[None, :]
 
@@ -101,7 +109,7 @@ def _fold_period(
     HEADS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
     X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Fold the entries from `position` to `until`, all of the period that starts at `begin`."""
+    """Fold the entries from `position` to `until` - 1, all in the period that starts at `begin`."""
     PADDED: gl.constexpr = _padded(RING)
     EIGHTHS: gl.constexpr = _eighths(D_STATE, target.dtype.element_ty.primitive_bitwidth)
     SLICES: gl.constexpr = D_STATE // (8 * EIGHTHS)
@@ -127,7 +135,7 @@ def _fold_period(
     low, middle, high = split_into_bf16(of_values[:, None] * values.to(gl.float32))
     low, middle, high = as_left(low, LEFT), as_left(middle, LEFT), as_left(high, LEFT)
     for number in gl.static_range(SLICES):
-        # Read ahead of the write, which a later read may not overtake.
+        # Load the next slice before the store below, because loads are not moved ahead of stores.
         if number + 1 < SLICES:
             following = _load_slice(
                 source, b, ring, begin, position, until, number + 1, EIGHTHS, D_STATE, HEAD_DIM, CAPACITY, PADDED, WIDTH
@@ -151,14 +159,14 @@ def fold_tile(
     HEADS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
     X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Write the state at `source`, after the ring's entries from `position` to `end`, to `target`: `width` columns.
+    """Fold ring entries from `position` to `end` - 1 into a tile of a state, `WIDTH` columns wide.
 
-    Both are where the tile begins, and may be the same. The state is cast to their dtype at every multiple of RING on
-    the way, and at the end; without entries it is copied. Every lane may read the tile and overwrite the entries
-    afterwards. One warp.
+    The state is cast to its dtype at every multiple of RING and at the end. Without entries, the tile is copied.
+    After the call, every lane may read the tile and overwrite the entries. Programs must have one warp.
 
     Args:
-        x, b, steps: Where the head's inputs at index 0 of the ring are; x the tile's.
+        source, target: Pointers to the tile before and after the fold; may be equal.
+        x, b, steps: Pointers to the head's inputs at index 0 of the ring; `x` points to the tile's columns.
     """
     begin = position // RING * RING
     for _ in range(gl.maximum((end + RING - 1) // RING - position // RING, 1)):
@@ -214,11 +222,7 @@ def _fold_boundaries_kernel(
 
 
 def fold_by_mma(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
-    """Write each request's state at its end into its target, all layers, in place; `fold_boundaries` checks.
-
-    Args:
-        ssm_pools: States of a shape that `folds_by_mma`.
-    """
+    """Fold with the Gluon kernel, for pools that satisfy `folds_by_mma`; `fold_boundaries` checks the arguments."""
     _fold_boundaries_kernel[(PROGRAMS_PER_SM * num_multiprocessors(ssm_pools.device),)](
         **fold_arguments(ssm_pools, rings, rows, ring_len),
         WIDTH=hopper_width(ssm_pools.shape[4], ssm_pools.shape[3]),

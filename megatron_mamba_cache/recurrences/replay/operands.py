@@ -1,10 +1,13 @@
-"""Operands of bf16 mma of one warp: layouts, exact splits of float32, and slices of a state; Gluon.
+"""Operands of bf16 mma instructions of one warp, in Gluon: layouts, exact splits of float32, and slices of a state.
 
-Tiles are loaded in the layouts of the operands, so that nothing moves between lanes. An operand's elements are numbered
-by bits. With q and l the lane's two lowest and three highest bits, k = (tile, g, q, e) is d_state, or a token, number
-(q, tile, g, e), and m = (tile, h, l) is column (l, tile, h).
+Tiles are loaded in layouts that match the operands, so no data moves between lanes. This permutes the rows and columns
+of the operands. In the formulas, an index is a tuple of bit fields, highest first, and a lane is (l, q), with three and
+two bits:
 
-Layouts are made at compile time: compilation hooks could not serialize them as arguments.
+    element k = (tile, g, q, e) of the inner dimension is d_state element or token (q, tile, g, e)
+    row m = (tile, h, l) of the left operand is column (l, tile, h) of the head
+
+Layouts are constructed during compilation, because compilation hooks cannot serialize them as kernel arguments.
 """
 
 from triton.experimental import gluon
@@ -14,13 +17,13 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 @gluon.constexpr_function
 def _bits(first: int, count: int, dim: int) -> list[list[int]]:
-    """Return the bases of `count` bits of a dimension of two, from bit `first` on."""
+    """Return the layout bases for `count` bits, from bit `first` on, of dimension `dim` (0 or 1)."""
     return [[1 << bit, 0] if dim == 0 else [0, 1 << bit] for bit in range(first, first + count)]
 
 
 @gluon.constexpr_function
 def left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
-    """Return the layout of a left operand in memory, [depth, width]: q is the high bits of depth."""
+    """Return the layout for loading a left operand, [depth, width]; q is the two highest bits of depth."""
     depth_bits, width_bits = depth.bit_length() - 3, width.bit_length() - 4
     return gl.DistributedLinearLayout(
         reg_bases=_bits(0, width_bits, 1) + _bits(0, depth_bits, 0),
@@ -33,7 +36,7 @@ def left_layout(depth: int, width: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def right_layout(tokens: int, depth: int) -> gl.DistributedLinearLayout:
-    """Return the layout of a right operand in memory, [tokens, depth]."""
+    """Return the layout for loading a right operand, [tokens, depth]; q is the two highest bits of depth."""
     depth_bits, token_bits = depth.bit_length() - 3, tokens.bit_length() - 4
     return gl.DistributedLinearLayout(
         reg_bases=_bits(0, depth_bits, 1) + _bits(3, token_bits, 0),
@@ -46,7 +49,7 @@ def right_layout(tokens: int, depth: int) -> gl.DistributedLinearLayout:
 
 @gluon.constexpr_function
 def output_layout(tokens: int, width: int) -> gl.DistributedLinearLayout:
-    """Return the layout of outputs [tokens, width] in which a lane stores neighbouring columns at once."""
+    """Return the layout for storing outputs [tokens, width], in which each lane has adjacent columns."""
     width_bits, token_bits = width.bit_length() - 4, tokens.bit_length() - 4
     return gl.DistributedLinearLayout(
         reg_bases=_bits(0, width_bits, 1) + _bits(0, 1, 0) + _bits(3, token_bits, 0),
@@ -59,16 +62,16 @@ def output_layout(tokens: int, width: int) -> gl.DistributedLinearLayout:
 
 @gluon.jit
 def as_left(tile, OPERAND: gl.constexpr):
-    """Return a tile [depth, width] as a left operand [width, depth]; no data moves."""
+    """Convert a tile [depth, width] to a left operand [width, depth]; no data moves between lanes."""
     DEPTH: gl.constexpr = tile.shape[0]
     WIDTH: gl.constexpr = tile.shape[1]
-    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, WIDTH // 16, 2])  # q, tile, g, e, l, tile, h
+    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, WIDTH // 16, 2])  # [q, tile, g, e, l, tile, h]
     return gl.convert_layout(tile.permute((5, 6, 4, 1, 2, 0, 3)).reshape([WIDTH, DEPTH]), OPERAND)
 
 
 @gluon.jit
 def as_right(tile, OPERAND: gl.constexpr):
-    """Return a tile [tokens, depth] as a right operand [depth, tokens]; no data moves."""
+    """Convert a tile [tokens, depth] to a right operand [depth, tokens]; no data moves between lanes."""
     TOKENS: gl.constexpr = tile.shape[0]
     DEPTH: gl.constexpr = tile.shape[1]
     tile = tile.reshape([TOKENS, 4, DEPTH // 16, 2, 2])
@@ -77,34 +80,34 @@ def as_right(tile, OPERAND: gl.constexpr):
 
 @gluon.jit
 def as_right_rows(tile, OPERAND: gl.constexpr):
-    """Return a tile [depth, columns], loaded in `left_layout`, as a right operand; no data moves.
+    """Convert a tile [depth, columns] in `left_layout` to a right operand; no data moves between lanes.
 
-    With l a lane's three highest bits, column (l, tile) is number (tile, l).
+    Column (tile, l) of the operand is column (l, tile) of the tile.
     """
     DEPTH: gl.constexpr = tile.shape[0]
     COLUMNS: gl.constexpr = tile.shape[1]
-    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, COLUMNS // 8])  # q, tile, g, e, l, tile
+    tile = tile.reshape([4, DEPTH // 16, 2, 2, 8, COLUMNS // 8])  # [q, tile, g, e, l, tile]
     return gl.convert_layout(tile.permute((1, 2, 0, 3, 5, 4)).reshape([DEPTH, COLUMNS]), OPERAND)
 
 
 @gluon.jit
 def from_sums(sums, TILE: gl.constexpr):
-    """Return the sums [width, columns] of `as_left` and `as_right_rows` as a tile [columns, width]; no data moves."""
+    """Convert accumulators [width, columns] of `as_left` and `as_right_rows` operands to a tile [columns, width]."""
     WIDTH: gl.constexpr = sums.shape[0]
     COLUMNS: gl.constexpr = sums.shape[1]
-    sums = sums.reshape([WIDTH // 16, 2, 8, COLUMNS // 8, 8])  # tile, h, l, tile of columns, column of it
+    sums = sums.reshape([WIDTH // 16, 2, 8, COLUMNS // 8, 8])  # [tile, h, l, tile of columns, column in the tile]
     return gl.convert_layout(sums.permute((4, 3, 2, 0, 1)).reshape([COLUMNS, WIDTH]), TILE)
 
 
 @gluon.jit
 def sync_lanes():
-    """Wait for all lanes of the warp, so that each may read what others wrote, and overwrite what they read."""
+    """Synchronize the warp: lanes may then read what others wrote before, and overwrite what others read."""
     gl.inline_asm_elementwise("bar.warp.sync 0xffffffff; // dummy $0", "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def split_into_bf16(values):
-    """Return three bf16 tensors that add up to float32 `values`, smallest first."""
+    """Return three bf16 tensors whose sum is the float32 tensor `values`, smallest first."""
     high = values.to(gl.bfloat16)
     rest = values - high.to(gl.float32)
     middle = rest.to(gl.bfloat16)
@@ -113,13 +116,16 @@ def split_into_bf16(values):
 
 @gluon.constexpr_function
 def slice_len(d_state: int) -> int:
-    """Return the d_state slice that a warp double-buffers."""
+    """Return the number of d_state elements per slice, of which a warp holds two at a time."""
     return min(d_state, 32)
 
 
 @gluon.jit
 def prefetch_state(state, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr):
-    """Prefetch a head's state, aligned to 16 bytes, to the L2 cache, because its slices are read one by one."""
+    """Prefetch a head's state to the L2 cache as a whole, because its slices are loaded one at a time.
+
+    The state must be aligned to 16 bytes.
+    """
     BYTES: gl.constexpr = D_STATE * HEAD_DIM * state.dtype.element_ty.primitive_bitwidth // 8
     gl.inline_asm_elementwise(
         "{ .reg .pred first; .reg .b32 thread; mov.u32 thread, %tid.x; setp.eq.u32 first, thread, 0; "
@@ -137,7 +143,7 @@ def load_slice(
     states, queries, C_stride, count,
     INDEX: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """Return a slice of d_state: of the state, [slice, width], and of the tokens' C, [tokens, slice]."""
+    """Load a slice of the state, [slice, width], and of C for the step's tokens, [tokens, slice]."""
     SLICE: gl.constexpr = slice_len(D_STATE)
     STATE: gl.constexpr = left_layout(SLICE, WIDTH)
     KEYS: gl.constexpr = right_layout(OWN, SLICE)
@@ -158,7 +164,14 @@ def multiply_slices(
     FIRST: gl.constexpr, END: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, OWN: gl.constexpr,
     WIDTH: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
 ):  # fmt: skip
-    """Add the products of slices from FIRST (`state`, `keys`) on to `sums`; return the slice at END, and the sums."""
+    """Add the products of the slices FIRST to END - 1 to `sums`, loading each slice one iteration ahead.
+
+    Args:
+        state, keys: Slice FIRST of the state and of C.
+
+    Returns:
+        The state and C of slice END, if it exists, and the sums.
+    """
     SLICES: gl.constexpr = D_STATE // slice_len(D_STATE)
     for index in gl.static_range(FIRST, END):
         if index + 1 < SLICES:
@@ -171,7 +184,7 @@ def multiply_slices(
 
 @gluon.jit
 def _elements(INDEX: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return which elements of d_state a slice has: as many of each quarter, which are a lane's."""
+    """Return the d_state indices of a slice: equally many from each quarter of d_state; each lane loads one quarter."""
     QUARTER: gl.constexpr = slice_len(D_STATE) // 4
     r = gl.arange(0, 4 * QUARTER, layout=LAYOUT)
     return r // QUARTER * (D_STATE // 4) + INDEX * QUARTER + r % QUARTER
@@ -179,7 +192,7 @@ def _elements(INDEX: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _multiply_left(left, right, sums, LEFT: gl.constexpr):
-    """Add the product of a tile and a right operand of bf16 to `sums`."""
+    """Add the product of a float32 or bf16 tile and a bf16 right operand to `sums`."""
     if left.dtype == gl.bfloat16:
         sums = mma_v2(as_left(left, LEFT), right, sums)
     else:

@@ -1,8 +1,8 @@
-"""Batches of replayed states: a base state, and a ring of the inputs of the tokens after it.
+"""Rings of a replay: the inputs of the tokens after each request's base state.
 
-A request's base is the state after its first `folded` tokens. The inputs of the tokens from there on are in the
-request's ring, position p at index p % capacity, where later steps overwrite rejected drafts and folded tokens. A fold
-applies ring entries to the base, always up to a multiple of `ring_len`.
+The base is the state after a request's first `folded` tokens. The ring holds the inputs of the following tokens, with
+position p at index p % capacity. Later steps overwrite rejected drafts and folded tokens. To fold is to apply ring
+entries to the base; a step folds up to a multiple of `ring_len`.
 """
 
 from dataclasses import dataclass
@@ -19,15 +19,16 @@ LEAST_RING_LEN = 4
 
 @dataclass(frozen=True, slots=True)
 class ReplayRing:
-    """One layer's rings, or with one more dimension before the others all layers'; any strides between positions.
+    """Rings of one layer, or of all layers if a layer dimension precedes the others; any stride between positions.
 
-    Position p of x is at index p % x_capacity. A step appends B and time steps before it folds, and x afterwards.
+    Position p of x is at index p % x_capacity. A step appends B and time steps before it folds, but x after it has
+    folded, so x needs fewer positions.
 
     Args:
         x: [rings, x_capacity, heads, head_dim], contiguous within a position.
         B: [rings, capacity, groups, d_state], contiguous within a position.
-        steps: [rings, capacity, 2, heads], contiguous within a position; time steps after softplus and limits, and
-            their products with A. float32, or float64 with float64 inputs.
+        steps: [rings, capacity, 2, heads], contiguous within a position; time steps dt after softplus and limits, then
+            dt * A. float32, or float64 if x is float64.
     """
 
     x: Tensor
@@ -36,24 +37,25 @@ class ReplayRing:
 
     @property
     def capacity(self) -> int:
-        """Positions of a ring, but for x."""
+        """Number of positions in a ring for B and the time steps."""
         return self.steps.shape[-3]
 
     @property
     def x_capacity(self) -> int:
-        """Positions of x in a ring."""
+        """Number of positions in a ring for x."""
         return self.x.shape[-3]
 
 
 class BoundaryFolds(NamedTuple):
-    """States to be written into slots of their own; all tensors on the pools' device.
+    """Folds that each write one request's state to a target slot; all tensors are on the device of the pools.
 
-    Targets are distinct; a target may be its own request's base, and is never another request's.
+    Targets are distinct. A target may be the slot of the same request's base, but not of another request's.
 
     Args:
-        slots, buffers, folded: [requests] int32; as in `ReplayBatch`, after the step.
-        ends: [requests] int32, at least `folded`; tokens that the written state covers.
-        targets: [requests] int32; slot that receives the state, PAD_SLOT for none.
+        slots, buffers: [requests] int32; as in `ReplayBatch`.
+        folded: [requests] int32; number of tokens included in the base after the step.
+        ends: [requests] int32, at least `folded`; number of tokens that the written state includes.
+        targets: [requests] int32; slot that receives the state; PAD_SLOT: do not store it.
     """
 
     slots: Tensor
@@ -64,34 +66,34 @@ class BoundaryFolds(NamedTuple):
 
 
 def least_capacity(ring_len: int, max_tokens: int) -> int:
-    """Return the positions that a ring needs: a step appends its tokens before it folds earlier ones."""
+    """Return the minimum capacity of a ring: a step appends B and time steps before it folds older entries."""
     return ring_len + 2 * max_tokens - 1
 
 
 def least_x_capacity(ring_len: int, max_tokens: int) -> int:
-    """Return the positions that x of a ring needs: a step appends x after it has folded."""
+    """Return the minimum capacity of a ring for x: a step appends x after it has folded older entries."""
     return ring_len + max_tokens - 1
 
 
 def check_replay_batch(rows: ReplayBatch, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
+    """Raise a `ValueError` unless the tensors of the batch match each other and are on `device`."""
     num_rows = rows.slots.shape[0]
     vectors = {name: (getattr(rows, name), num_rows) for name in ("slots", "buffers", "folded", "computed")}
     check_vectors({"cu_tokens": (rows.cu_tokens, num_rows + 1)} | vectors, device)
     if rows.max_tokens < 1:
-        raise ValueError(f"need max_tokens of at least 1, found {rows.max_tokens}")
+        raise ValueError(f"max_tokens must be at least 1, found {rows.max_tokens}")
 
 
 def check_boundary_folds(rows: BoundaryFolds, device: torch.device) -> None:
-    """Raise a ValueError unless the tensors of `rows` fit together and are on `device`."""
+    """Raise a `ValueError` unless the tensors match each other and are on `device`."""
     num_rows = rows.targets.shape[0]
     check_vectors({name: (values, num_rows) for name, values in rows._asdict().items()}, device)
 
 
 def check_ring_len(ring_len: int) -> None:
-    """Raise a ValueError unless the kernels support `ring_len`."""
+    """Raise a `ValueError` unless the kernels support `ring_len`."""
     if ring_len < LEAST_RING_LEN or ring_len & (ring_len - 1):
-        raise ValueError(f"need a ring_len that is a power of two from {LEAST_RING_LEN} on, found {ring_len}")
+        raise ValueError(f"ring_len must be a power of two and at least {LEAST_RING_LEN}, found {ring_len}")
 
 
 def check_ring(ring: ReplayRing, x: Tensor, B: Tensor, ring_len: int, max_tokens: int) -> None:
@@ -107,22 +109,22 @@ def check_ring(ring: ReplayRing, x: Tensor, B: Tensor, ring_len: int, max_tokens
     dtypes = {"x": x.dtype, "B": B.dtype, "steps": steps}
     for name, dtype in dtypes.items():
         if getattr(ring, name).dtype != dtype:
-            raise ValueError(f"need {name} of the ring of {dtype}, found {getattr(ring, name).dtype}")
+            raise ValueError(f"{name} of the ring must be {dtype}, found {getattr(ring, name).dtype}")
     needed, of_x = least_capacity(ring_len, max_tokens), least_x_capacity(ring_len, max_tokens)
     if ring.capacity < needed or ring.x_capacity < of_x:
         raise ValueError(
-            f"need a ring of at least {needed} positions, of x {of_x}, for a ring_len of {ring_len} and {max_tokens} "
-            f"tokens a row, found {ring.capacity} and {ring.x_capacity}"
+            f"capacity and x_capacity of the ring must be at least {needed} and {of_x} for ring_len {ring_len} and "
+            f"{max_tokens} tokens per request, found {ring.capacity} and {ring.x_capacity}"
         )
 
 
 def check_shapes(
     ring: ReplayRing, lead: tuple[int, ...], heads: int, head_dim: int, keys: tuple[int, ...], device: torch.device
 ) -> None:
-    """Raise a ValueError unless the tensors of rings have these sizes and can be read.
+    """Raise a `ValueError` unless the rings have these dimensions and device, and are contiguous within a position.
 
     Args:
-        lead: Dimensions before the positions.
+        lead: Dimensions before the position: (rings,) or (layers, rings).
         keys: (groups, d_state).
     """
     entries = {"x": (heads, head_dim), "B": keys, "steps": (2, heads)}
@@ -130,15 +132,19 @@ def check_shapes(
         tensor: Tensor = getattr(ring, name)
         num_positions = tensor.shape[-3] if name == "x" and tensor.dim() >= 3 else ring.capacity
         if tuple(tensor.shape) != (*lead, num_positions, *entry):
-            raise ValueError(f"need {name} of the ring {(*lead, 'capacity', *entry)}, found {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name} of the ring must have shape {(*lead, num_positions, *entry)}, found {tuple(tensor.shape)}"
+            )
         if tensor.device != device:
-            raise ValueError(f"need {name} of the ring on {device}, found {tensor.device}")
+            raise ValueError(f"{name} of the ring must be on {device}, found {tensor.device}")
         if not tensor[(slice(1),) * (tensor.dim() - 2)].is_contiguous():
-            raise ValueError(f"need {name} of the ring contiguous within a position, found strides {tensor.stride()}")
+            raise ValueError(
+                f"{name} of the ring must be contiguous within a position, found strides {tensor.stride()}"
+            )
 
 
 class KernelRing(NamedTuple):
-    """The kernels' view of a layer's `ReplayRing`: strides between rings, then between positions."""
+    """`ReplayRing` as kernel arguments: `*_ring` are strides between rings, `*_stride` between positions."""
 
     x: Tensor
     B: Tensor
@@ -152,7 +158,7 @@ class KernelRing(NamedTuple):
 
 
 class KernelRows(NamedTuple):
-    """The kernels' view of `ReplayBatch`."""
+    """`ReplayBatch` as kernel arguments."""
 
     cu_tokens: Tensor
     slots: Tensor
@@ -162,7 +168,7 @@ class KernelRows(NamedTuple):
 
 
 class KernelLayers(NamedTuple):
-    """The layers' strides of the pool and of the rings."""
+    """Strides between layers, of the pool and of the tensors of the rings."""
 
     pool: int
     x: int
@@ -171,18 +177,18 @@ class KernelLayers(NamedTuple):
 
 
 def kernel_ring(ring: ReplayRing) -> KernelRing:
-    """Return the kernels' view of the rings; the last two strides count rings and positions."""
+    """Convert the rings of one or all layers to kernel arguments."""
     tensors = (ring.x, ring.B, ring.steps)
     return KernelRing(*tensors, *(t.stride(-4) for t in tensors), *(t.stride(-3) for t in tensors))
 
 
 def kernel_rows(rows: ReplayBatch) -> KernelRows:
-    """Return the kernels' view of a batch."""
+    """Convert a batch to kernel arguments."""
     return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))
 
 
 def fold_arguments(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> dict[str, Any]:
-    """Return the arguments that both kernels of boundary folds take."""
+    """Return the arguments that are common to both fold kernels (Triton and Gluon)."""
     num_layers, _, heads, d_state, head_dim = ssm_pools.shape
     return {
         "pool": ssm_pools,

@@ -67,7 +67,7 @@ def _only(*kinds: str) -> BeforeValidator:
 
 
 def _with_shown_calls(block: Any) -> Any:
-    """Convert a call to a tool that is built into Anthropic's API, or its result, to a text block."""
+    """Convert calls and results of tools built into Anthropic's API to text blocks; return other blocks unchanged."""
     kind = block.get("type") if isinstance(block, Mapping) else None
     if not isinstance(kind, str) or kind in ("tool_use", "tool_result"):
         return block
@@ -139,7 +139,7 @@ class MessagesToolChoice(BaseModel):
 
 
 def parts_of(content: str | Sequence[Any] | None) -> list[dict[str, Any]]:
-    """Convert the text in `content` to text parts of a chat completion; ignore other blocks."""
+    """Convert the text in `content` to text parts of a chat message; ignore other blocks."""
     blocks = [TextBlock(text=content or "")] if content is None or isinstance(content, str) else content
     return [
         {"type": "text", "text": block.text, "cache_control": block.cache_control}

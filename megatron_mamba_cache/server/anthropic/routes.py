@@ -60,7 +60,7 @@ class MessagesFormat:
         self._has_started = False
 
     def opening(self, _job: Job) -> list[Event]:
-        """Return no events: the first event contains the number of cached tokens, which is known at the first piece."""
+        """Return no events; the first event has the number of cached tokens, which is unknown until the first piece."""
         return []
 
     def events(self, job: Job, _choice: Choice, piece: Piece) -> list[Event]:
@@ -79,7 +79,7 @@ class MessagesFormat:
         return {**self._common, "content": content, **self._end(job), "usage": _usage(job)}
 
     def _shown(self, parts: Sequence[Part]) -> Sequence[Part]:
-        """Return the parts; remove the text of reasoning if `includes_thinking` is False."""
+        """Return the parts, with the text of reasoning removed if `includes_thinking` is False."""
         if self._includes_thinking:
             return parts
         return [replace(part, text="") if isinstance(part, Reasoning) else part for part in parts]
@@ -111,8 +111,8 @@ class MessagesFormat:
 class _BlockEvents:
     """Encoder that converts one reply's parts to events for content blocks.
 
-    A call's arguments are sent as one event at the end of the call, because they must be a JSON object. Pings keep the
-    connection alive until then.
+    A call's arguments are sent in one event at the end of the call, because only then can they be converted to a JSON
+    object. Pings keep the connection alive until then.
     """
 
     def __init__(self) -> None:

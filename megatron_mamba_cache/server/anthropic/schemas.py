@@ -45,7 +45,7 @@ _FOREIGN: Mapping[str, Sequence[str]] = {
 
 
 class Turn(PartlySupported):
-    """Message from the user or the model, or later instructions (role system)."""
+    """Message with the role user, assistant or, for instructions after the first message, system."""
 
     unsupported = _OF_SYSTEM_MESSAGES
 
@@ -136,9 +136,7 @@ class CountTokensRequest(PartlySupported):
     def _can_be_continued(self) -> Self:
         last = self.messages[-1]
         if self.continues and (last.has_calls or not last.has_text):
-            sentence = (
-                "the reply continues the last message, which must have text and no tool_use; end with a user message"
-            )
+            sentence = "a final assistant message must have text and no tool_use; otherwise, end with a user message"
             raise schema_error("not_continued", sentence, "messages")
         return self
 
@@ -164,7 +162,7 @@ class CountTokensRequest(PartlySupported):
         }
 
     def _marked(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add the request's `cache_control` to the last message, in place, unless that ends with a breakpoint."""
+        """Add the request's `cache_control` to the last message, in place, unless it ends with a breakpoint."""
         if self.cache_control is not None and messages:
             last = messages[-1]
             if not any(part["cache_control"] for part in last["content"][-1:]):

@@ -1,4 +1,4 @@
-"""Grammars that constrain tool calls to the formats of the model families' parsers."""
+"""Grammars that constrain tool calls to the formats that the parsers in `families` read."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +30,7 @@ class MarkedCalls:
     marker: str  # text before each call or before a list of calls
     # Returns the grammar for the text after a marker. The integer is the maximum length of a list of calls.
     rest: Callable[[Sequence[CallableTool], SpecialId, int], Grammar]
-    separator: str | None = None  # rule between calls; None: one marker precedes a list of calls
+    separator: str | None = None  # grammar rule between calls; None: one marker precedes a list of calls
     others: tuple[str, ...] = ()  # other texts that the parser treats as the start of a call
 
     def calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
@@ -38,7 +38,7 @@ class MarkedCalls:
         return sequence(Grammar(literal(self.marker, special_id)), self.rest_of_calls(tools, special_id, most))
 
     def rest_of_calls(self, tools: Sequence[CallableTool], special_id: SpecialId, most: int) -> Grammar:
-        """Return the grammar for the text of `calls` after the first marker."""
+        """Return the grammar for 1 to `most` calls, without the first marker."""
         rest = named("call", self.rest(tools, special_id, most))
         if self.separator is None or most == 1:
             return rest
@@ -85,7 +85,7 @@ MARKED_CALLS: Mapping[str, MarkedCalls] = {
     "nemotron_nano_v2": MarkedCalls("<TOOLCALL>", _nemotron_rest),
     "granite": MarkedCalls("<|tool_call|>", _granite_rest, others=("<tool_call>",)),
 }
-"""Formats under the names of `TOOL_CALL_PARSERS`, except `json`, which has no marker."""
+"""Call formats by their names in `TOOL_CALL_PARSERS`; `json` is missing because it has no marker."""
 
 
 def calls_grammar(family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool) -> Grammar:
@@ -105,7 +105,7 @@ def text_and_calls_grammar(family: str, tools: Sequence[CallableTool], special_i
 def calls_in_reasoning(
     family: str, tools: Sequence[CallableTool], special_id: SpecialId, *, only_one: bool, after: Grammar | None = None
 ) -> CallsInReasoning | None:
-    """Return the calls that may begin within reasoning and end it; None if the call format has no marker.
+    """Return the grammar for calls that begin within reasoning and end it; None if the call format has no marker.
 
     `after` is the grammar for the text after the calls; if it is None, the reply ends with the calls.
     """

@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 
 class TagPositions:
-    """Positions in one reply's text of tags that are single tokens; `tokens` maps token ids to tags."""
+    """Positions of single-token tags in one reply's text; `tokens` maps the token ids to the tags."""
 
     def __init__(self, tokens: Mapping[int, str]) -> None:
         self._tokens = tokens
@@ -42,7 +42,7 @@ class TagPositions:
         return joined
 
     def in_rewritten(self, rewritten: str, text: str) -> Iterable[int]:
-        """Yield the tag positions in `rewritten`, the template's version of the reply's `text`.
+        """Yield the positions of tags in `rewritten`, the reply's `text` as the chat template renders it.
 
         Occurrences of a tag in the two texts are matched in order. If their numbers differ, every occurrence in
         `rewritten` counts as a tag rather than a mention.
@@ -60,7 +60,7 @@ def _mentions(tag: str, text: str) -> list[int]:
 _FENCE = "```"
 _SPACES = " \t"
 _SENTENCE_ENDS = frozenset(".!?\u2026\u3002\uff01\uff1f")
-_OPENING = frozenset(  # opening quotes and brackets, as in `after_reasoning`
+_OPENING = frozenset(  # opening quotes and brackets, as in `grammars.reasoning`
     "`'\"\u2018\u201a\u201c\u201e\u2039\u00ab\u3008\u300a\u300c\u300e\u3010\uff08\uff3b\uff5b([{<"
 )
 
@@ -68,12 +68,12 @@ _OPENING = frozenset(  # opening quotes and brackets, as in `after_reasoning`
 class LinePosition:
     """Context of a text position, which decides if a marker there is a tag or a mention.
 
-    The context is the current line up to the position, and any open code fence. If `is_held`, a grammar constrains the
-    text; code fences and open quotes are then ignored, because grammars cannot track them.
+    The context is the current line up to the position, and any open code fence. If `is_constrained`, a grammar
+    constrains the text; code fences and open quotes are then ignored, because grammars cannot track them.
     """
 
-    def __init__(self, *, is_held: bool) -> None:
-        self._is_held = is_held
+    def __init__(self, *, is_constrained: bool) -> None:
+        self._is_constrained = is_constrained
         self.is_in_code = False
         """True inside a fenced code block."""
         self._start_line()
@@ -83,7 +83,7 @@ class LinePosition:
         first, *others = text.split("\n")
         self._add_to_line(first)
         for line in others:
-            self.is_in_code ^= self._beginning == _FENCE and not self._is_held
+            self.is_in_code ^= self._beginning == _FENCE and not self._is_constrained
             self._start_line()
             self._add_to_line(line)
 
@@ -102,7 +102,7 @@ class LinePosition:
             return True
         is_quoted = self._num_backticks % 2 or self._num_quotes % 2
         last = self._end[-1:]
-        if last in _OPENING or (is_quoted and not self._is_held):
+        if last in _OPENING or (is_quoted and not self._is_constrained):
             return False
         return not (is_tag and last.isspace()) or (last in _SPACES and self._end[0] in _SENTENCE_ENDS)
 
@@ -162,13 +162,13 @@ class Prose:
         self._close = close
         self._markers = (*([] if close is None else [close]), *(() if calls is None else calls.open))
         self._held = ""  # white space, which is dropped if a marker follows
-        self._position = LinePosition(is_held=feed.is_held)
+        self._position = LinePosition(is_constrained=feed.is_constrained)
 
     def read(self) -> Generator[Part | None, None, str]:
         """Parse through `close` or the next calls; return the marker that was found, or "" at the end of the reply."""
         while marker := (yield from self._text()):
             if (yield from self._counts(marker)):
-                self._held, self._position = "", LinePosition(is_held=self._feed.is_held)
+                self._held, self._position = "", LinePosition(is_constrained=self._feed.is_constrained)
                 return marker
             self._add(marker)
         if self._held and self._kind is Content:
@@ -211,7 +211,7 @@ class Prose:
         self._position.add(text)
 
     def _counts(self, marker: str) -> Reading:
-        """Return True if a marker is a tag, after parsing its calls if it begins calls; return False for a mention."""
+        """Return True if a marker is a tag, False if it is a mention; if it begins calls, parse them."""
         found = marker, self._feed.position - len(marker)
         self._feed.found.append(found)
         if (yield from self._ends(marker) if marker == self._close else self._calls_after(marker)):

@@ -19,7 +19,7 @@ AUTO, NONE = "auto", "none"
 
 
 @dataclass(frozen=True, slots=True)
-class _HeldCalls:
+class _ConstrainedCalls:
     """Call syntax restricted to the first marker, for replies that a grammar constrains."""
 
     calls: MarkedCalls
@@ -76,7 +76,7 @@ class ReplySyntax:
     reasoning: ReasoningForm | None = None  # None: replies are parsed without reasoning
 
     def tag_ids(self, tokenizer: Any) -> Mapping[str, int]:
-        """Return the ids of those tags in replies that are single added tokens of the tokenizer, by tag."""
+        """Return the token ids of reply tags, by tag; omit tags that are not added tokens of the tokenizer."""
         added = getattr(tokenizer, "added_ids", getattr(tokenizer, "special_ids", ()))
         tags = _TAGS if added and (self.tool_calls or self.reasoning) else ()
         return {tag: number for tag in tags if (number := tokenizer.id_of(tag)) in added}
@@ -87,7 +87,7 @@ class ReplySyntax:
         is_open: bool = False,
         token_tags: Collection[str] = (),
         *,
-        is_held: bool = False,
+        is_constrained: bool = False,
     ) -> ReplyParser:
         """Create a parser for one reply.
 
@@ -95,7 +95,8 @@ class ReplySyntax:
             parameters: Schemas of the tools' parameters, by tool name; None if the reply may not call tools.
             is_open: True if the prompt ends within reasoning.
             token_tags: Tags that are single tokens.
-            is_held: True if a grammar constrains the reply. Only the first marker then begins calls within reasoning.
+            is_constrained: True if a grammar constrains the reply. Within reasoning, only the first marker then begins
+                calls.
         """
         name = self.tool_calls if parameters is not None else None
         calls = None if name is None or parameters is None else TOOL_CALL_PARSERS[name](parameters)
@@ -103,10 +104,12 @@ class ReplySyntax:
 
         def parse(feed: TextFeed) -> Parsing:
             if form is not None:
-                yield from form.parse(feed, is_open=is_open, calls=_HeldCalls(calls) if calls and is_held else calls)
+                yield from form.parse(
+                    feed, is_open=is_open, calls=_ConstrainedCalls(calls) if calls and is_constrained else calls
+                )
             yield from plain_text(feed) if calls is None else calls.parse(feed)
 
-        return ReplyParser(parse, token_tags, is_held=is_held)
+        return ReplyParser(parse, token_tags, is_constrained=is_constrained)
 
 
 def reply_syntax(template: str, tool_calls: str = AUTO, reasoning: str = AUTO) -> ReplySyntax:

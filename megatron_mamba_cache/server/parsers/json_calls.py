@@ -14,7 +14,7 @@ _ARGUMENTS = ("arguments", "parameters")
 
 @dataclass(frozen=True, slots=True)
 class JsonCalls:
-    """Parser for calls between markers, as one JSON object or a list of objects.
+    """Parser for tool calls written between markers as one JSON object or a list of objects.
 
     If the text after an opening marker is not a call, the marker and the text are content.
     """
@@ -82,12 +82,12 @@ def _calls(feed: TextFeed, closers: Sequence[str]) -> Reading:
             return True
         break
     if num_calls:
-        feed.back_to_mark()  # the rest is content
+        feed.back_to_mark()  # the text after the calls is content
     return num_calls > 0
 
 
 def _ends(feed: TextFeed, closers: Sequence[str]) -> Reading:
-    """Consume a closing bracket and a closing marker if they follow; return True if at least one does."""
+    """Consume a closing bracket and a closing marker if they follow; return True if at least one follows."""
     found = yield from feed.accepts("]")
     yield from feed.space()
     for closer in closers:

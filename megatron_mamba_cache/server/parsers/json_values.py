@@ -34,7 +34,7 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
                 return False
         elif character in _OF_SCALARS:
             scalar = yield from _run_of(_OF_SCALARS, feed)
-            yield nearest_number(scalar) if feed.is_held else strict_scalar(scalar)
+            yield nearest_number(scalar) if feed.is_constrained else strict_scalar(scalar)
         elif character in _CLOSERS:
             closers.append(_CLOSERS[character])
             yield feed.take()
@@ -49,9 +49,9 @@ def json_value(feed: TextFeed) -> Generator[str | None, None, bool]:
             return True
 
 
-def strict_json(text: str, *, is_held: bool = False) -> str:
-    """Repair the JSON value at the start of `text` as `json_value` does; return all text, the rest unchanged."""
-    feed = TextFeed(is_held=is_held)
+def strict_json(text: str, *, is_constrained: bool = False) -> str:
+    """Return `text` with the JSON value at its start repaired as in `json_value`, and the rest unchanged."""
+    feed = TextFeed(is_constrained=is_constrained)
     feed.add(text)
     feed.end()
     pieces = [piece or "" for piece in json_value(feed)]

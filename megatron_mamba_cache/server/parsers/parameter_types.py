@@ -16,7 +16,7 @@ Schema = Mapping[str, Any]
 def types_of_parameter(schema: Schema, name: str) -> set[str]:
     """Return the JSON types that a tool's schema allows for the parameter `name`; empty if any type is allowed.
 
-    The run time is bounded, and no schema raises an error; clients can send any schema.
+    Clients can send any schema, so the run time is bounded, and no schema raises an error.
     """
     declared = _declared(name, schema)
     if not declared:
@@ -26,7 +26,7 @@ def types_of_parameter(schema: Schema, name: str) -> set[str]:
 
 
 def resolved(schema: Any, root: Schema) -> Schema:
-    """Follow the `$ref`s of a schema, which point into `root`; return {} if a reference has no target."""
+    """Return `schema`, or the target of its chain of `$ref`s into `root`; {} if a reference has no target."""
     for _ in range(_MOST_NAMES):
         reference = schema.get("$ref") if isinstance(schema, Mapping) else None
         if not isinstance(reference, str):

@@ -9,7 +9,7 @@ from .text_feed import TextFeed
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text for the user, or a piece of it."""
+    """Reply text for the user, or a piece of it."""
 
     text: str
 
@@ -69,13 +69,13 @@ class ReplyParser:
     Args:
         parse: Generator function that reads a `TextFeed` and yields the parts.
         token_tags: Tags that are single tokens; their text is a tag only at positions passed to `note_tag`.
-        is_held: True if a grammar constrains the reply.
+        is_constrained: True if a grammar constrains the reply.
     """
 
     def __init__(
-        self, parse: Callable[[TextFeed], Parsing], token_tags: Collection[str] = (), *, is_held: bool = False
+        self, parse: Callable[[TextFeed], Parsing], token_tags: Collection[str] = (), *, is_constrained: bool = False
     ) -> None:
-        self._feed = TextFeed(token_tags, is_held=is_held)
+        self._feed = TextFeed(token_tags, is_constrained=is_constrained)
         self._parsing = parse(self._feed)
         self.num_calls = 0
         """Number of tool calls that have begun."""
@@ -92,7 +92,7 @@ class ReplyParser:
 
     @property
     def found_tags(self) -> Sequence[tuple[str, int]]:
-        """Pairs (tag, position) found so far, without mentions."""
+        """(tag, position) pairs found so far, without mentions of tags."""
         return self._feed.found
 
     def push(self, text: str) -> list[Part]:

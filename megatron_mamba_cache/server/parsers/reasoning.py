@@ -74,7 +74,7 @@ class ReasoningForm:
         while (ending := (yield from prose.read())) == self.close:
             feed.is_reasoning = False
             yield from feed.space()
-            if feed.is_held or not (yield from self._reopens(feed)):
+            if feed.is_constrained or not (yield from self._reopens(feed)):
                 break
             feed.is_reasoning = True
             prose.resume()

@@ -16,11 +16,11 @@ class TextFeed:
 
     Args:
         token_tags: Tags that are single tokens. Their text is a tag only at positions passed to `note_tag`.
-        is_held: True if a grammar constrains the reply, and thereby the positions of its tags.
+        is_constrained: True if a grammar constrains the reply, and thereby the positions of its tags.
     """
 
-    def __init__(self, token_tags: Collection[str] = (), *, is_held: bool = False) -> None:
-        self.is_held = is_held
+    def __init__(self, token_tags: Collection[str] = (), *, is_constrained: bool = False) -> None:
+        self.is_constrained = is_constrained
         self._token_tags = frozenset(token_tags)
         self._tag_positions: set[int] = set()
         self._num_dropped = 0  # number of characters dropped from the start of the reply
@@ -56,7 +56,7 @@ class TextFeed:
         self._mark = None if self._mark is None else 0
 
     def end(self) -> None:
-        """Mark the text as complete."""
+        """Record that no more text will arrive."""
         self.has_ended = True
 
     def mark(self, back: int = 0) -> None:
@@ -77,7 +77,7 @@ class TextFeed:
         self._at, self._mark = self._mark, None
 
     def back(self, count: int) -> None:
-        """Move back by `count` consumed characters; call this only if no text has arrived since."""
+        """Move back by `count` consumed characters; valid only if no text was added since they were consumed."""
         self._at -= count
 
     def skip(self, count: int) -> None:
@@ -154,7 +154,7 @@ class TextFeed:
 def each(
     reading: Generator[str | None, None, _Answer], change: Callable[[str], _Changed]
 ) -> Generator[_Changed | None, None, _Answer]:
-    """Apply `change` to each piece that the generator `reading` yields, and yield it; return the same result."""
+    """Yield `change(piece)` for each piece that the generator `reading` yields; return the generator's result."""
     while True:
         try:
             piece = next(reading)

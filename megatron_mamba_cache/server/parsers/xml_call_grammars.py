@@ -40,8 +40,9 @@ class CallableTool:
 _COMBINED = {"anyOf", "oneOf", "allOf"}
 _NOTHING: tuple[Any, ...] = (False, {"not": {}})
 _MOST_RICH, _MOST_SAFE = 100, 2_000
-"""Maximum lengths of two kinds of strings with `maxLength`: those with any markup except the end of a value, and those
-that match `_SAFE`. Longer ones may not contain `<`, because the cost to exclude value ends grows with the length."""
+"""Limits on the markup in strings with `maxLength`. A string of up to `_MOST_RICH` characters may contain any markup
+except a value's end, and one of up to `_MOST_SAFE` must match `_SAFE`. Longer strings may not contain `<`, because the
+cost of excluding value ends grows with the length."""
 _SAFE = "([^<]|<([^<\\/p]|p[^<a]|\\/([^<pf]|p[^<a]|f[^<u])))*"
 """Pattern for strings that do not contain even the first characters of a value's end."""
 _VALUE_END = r"\n<\/parameter>\n"
@@ -68,7 +69,7 @@ def xml_call(tool: CallableTool, number: int, special_id: SpecialId) -> Grammar:
 
 
 def _parameters(alternative: Mapping[str, Any], name: str, tool: CallableTool) -> list[Grammar]:
-    """Return one grammar per property of an object schema, in order."""
+    """Return one grammar for each property of the object schema `alternative`, in the schema's order."""
     return [
         _parameter(key, schema, f"{name}_{index}", tool, is_required=key in alternative["required"])
         for index, (key, schema) in enumerate(alternative["properties"].items())
@@ -162,7 +163,7 @@ def _text(parts: Sequence[Mapping[str, Any]], name: str) -> Grammar:
 
 
 def _is_text(key: str, target: Mapping[str, Any], root: Mapping[str, Any]) -> bool:
-    """Return True if `XmlCalls` parses a parameter as text, False if it parses JSON."""
+    """Return True if `XmlCalls` parses a parameter's value as text, False if as JSON."""
     types = types_of_parameter(root, key)
     return types == {"string"} or not (types or target.keys() & _COMBINED) or "string" in _named_types(target)
 

@@ -1,7 +1,7 @@
 """Parse tool calls between tags: the format of Qwen 3 Coder, Qwen 3.5 and Nemotron 3.
 
 A parameter is text between tags; the tool's schema decides if the value is a string or has another type. Some models
-omit a parameter's closing tag. Therefore the next parameter's tag and the closing tags of the call also end it.
+omit a parameter's closing tag, so the next parameter's tag and the closing tags of the call also end a parameter.
 """
 
 import ast
@@ -25,14 +25,14 @@ _BOOLEANS = {"true": True, "false": False}
 _JSON_NAMES = {**_BOOLEANS, "null": None}
 
 
-def json_of(text: str, types: Collection[str], *, is_held: bool) -> str:
+def json_of(text: str, types: Collection[str], *, is_constrained: bool) -> str:
     """Convert a parameter's text to JSON of one of the allowed types; if none fits, to a JSON string.
 
-    Empty or unknown `types` allow any type. If a grammar constrains the text (`is_held`), numbers beyond float64
+    Empty or unknown `types` allow any type. If a grammar constrains the text (`is_constrained`), numbers beyond float64
     become the nearest finite number.
     """
     known = types if JSON_TYPES.issuperset(types) else ()
-    written = strict_json(text.strip(), is_held=True) if is_held else text.strip()
+    written = strict_json(text.strip(), is_constrained=True) if is_constrained else text.strip()
     try:
         return strict_text(_value_of_values(written, known))
     except ValueError:
@@ -40,7 +40,7 @@ def json_of(text: str, types: Collection[str], *, is_held: bool) -> str:
 
 
 def _value_of_values(text: str, types: Collection[str]) -> Any:
-    """Parse a text to a value of an allowed type; raise `ValueError` if none fits."""
+    """Parse text as a value of an allowed type; raise `ValueError` if it matches none."""
     may_be_text = not types or "string" in types
     for read in (partial(strict_value, allows_controls=True), _literal_value):
         try:
@@ -58,7 +58,7 @@ def _value_of_values(text: str, types: Collection[str]) -> Any:
             return value
     if "boolean" in types and not may_be_text and text.lower() in _BOOLEANS:
         return _BOOLEANS[text.lower()]
-    raise ValueError(f"{text:.100} matches none of the types {types}")
+    raise ValueError(f"{text!r:.100} matches none of the types {sorted(types)}")
 
 
 def _literal_value(text: str) -> Any:
@@ -66,7 +66,7 @@ def _literal_value(text: str) -> Any:
     if len(text) > _LONGEST_LITERAL:
         raise ValueError(f"the literal has {len(text)} characters; at most {_LONGEST_LITERAL} are allowed")
     try:
-        with warnings.catch_warnings(action="ignore"):  # about unknown escapes
+        with warnings.catch_warnings(action="ignore"):  # Python warns about unknown escapes
             return _plain(ast.literal_eval(_WithConstants().visit(ast.parse(text, mode="eval"))))
     except (SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise ValueError(f"the text is not a literal: {error}") from error
@@ -80,7 +80,7 @@ class _WithConstants(ast.NodeTransformer):
 
 
 def _plain(value: Any) -> Any:
-    """Convert a Python value to a JSON value: tuples to lists, keys to text; raise `ValueError` if impossible."""
+    """Convert a Python value to a JSON value: tuples to lists, keys to text; raise `ValueError` for other types."""
     match value:
         case list() | tuple():
             return [_plain(item) for item in value]
@@ -90,12 +90,12 @@ def _plain(value: Any) -> Any:
             return value
         case float() if math.isfinite(value):
             return value
-    raise ValueError(f"JSON cannot represent this {type(value).__name__}")
+    raise ValueError(f"JSON cannot represent a value of type {type(value).__name__}")
 
 
 def _key(key: Any) -> str:
     if isinstance(key, tuple):
-        raise ValueError("JSON has no tuple keys")
+        raise ValueError("JSON cannot represent a tuple as a key")
     return key if isinstance(key, str) else strict_text(_plain(key))
 
 
@@ -186,7 +186,7 @@ def _value(feed: TextFeed, types: set[str]) -> Generator[Part | None, None, str]
         yield CallArguments('"' if end else "")
     else:
         text, end = yield from gathered(_value_text(feed))
-        yield CallArguments(json_of(text, types, is_held=feed.is_held) if end else text)
+        yield CallArguments(json_of(text, types, is_constrained=feed.is_constrained) if end else text)
     return end.removeprefix("\n")
 
 

@@ -42,8 +42,8 @@ _UNSUPPORTED: Table = {
     "prompt": Unsupported(instead="leave it out, or send instructions"),
     "prompt_cache_options": Unsupported(({}, {"mode": "implicit"})),
     "access_programs": Unsupported(({},)),
-    "top_logprobs": Unsupported((0,), "leave it out; /v1/chat/completions has it"),
-    "truncation": Unsupported(("disabled", "auto")),  # both: input that is too long is refused
+    "top_logprobs": Unsupported((0,), "leave it out, or use /v1/chat/completions"),
+    "truncation": Unsupported(("disabled", "auto")),  # with either value, input that is too long is refused
     "include": Unsupported(([],), "leave it out", _NEVER_INCLUDED),
 }
 
@@ -174,7 +174,7 @@ class ResponsesRequest(PartlySupported):
         )
 
     def settings(self) -> dict[str, Any]:
-        """Return the request's settings as the response repeats them."""
+        """Return the request fields that the response repeats, with default values for unset fields."""
         text = {} if self.text is None else self.text.model_dump(exclude_none=True, by_alias=True)
         return {
             "instructions": self.instructions,

@@ -33,7 +33,7 @@ class StoredResponses:
         """Return an owner's response by id; raise `ApiError` 404 if it is not stored."""
         found = self._used(owner, response_id)
         if found is None:
-            raise ApiError(404, f"the response {response_id!r:.300} is not stored in this server", "response_not_found")
+            raise ApiError(404, f"the response {response_id!r:.300} is not stored on this server", "response_not_found")
         return found
 
     def messages_up_to(self, owner: str, response_id: str) -> list[ChatMessage]:
@@ -46,7 +46,7 @@ class StoredResponses:
         while wanted is not None:
             stored = self._used(owner, wanted)
             if stored is None:
-                sentence = f"previous response with id {wanted!r} not found: it is not stored in this server"
+                sentence = f"previous response with id {wanted!r} not found: it is not stored on this server"
                 raise bad_request(sentence, "previous_response_id", "previous_response_not_found")
             found.append(stored)
             wanted = stored.body["previous_response_id"]
@@ -58,11 +58,11 @@ class StoredResponses:
         for item in () if response is None else response.body["output"]:
             if item["id"] == item_id:
                 return dict(item)
-        sentence = f"item with id {item_id!r:.300} not found: it is not stored in this server; send the item itself"
+        sentence = f"item with id {item_id!r:.300} not found: it is not stored on this server; send the item itself"
         raise bad_request(sentence, "input", "item_not_found")
 
     def keep(self, owner: str, messages: Sequence[ChatMessage], body: dict[str, Any]) -> None:
-        """Store a response under the id in `body`; evict old responses, but skip one that alone exceeds `max_bytes`."""
+        """Store a response under the id in `body`, unless it exceeds `max_bytes`; evict the least recently used."""
         stored = StoredResponse(tuple(messages), body)
         size = _size(stored)
         if size > self._max_bytes:

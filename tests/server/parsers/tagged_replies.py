@@ -73,13 +73,13 @@ def reply_of_tokens(
     is_open: bool = False,
     stops: Sequence[str] = (),
     num_at_once: int = 1,
-    is_held: bool = False,
+    is_constrained: bool = False,
 ) -> Reply:
     """Return a complete reply; its tokens arrive in groups of `num_at_once`."""
     ids = syntax.tag_ids(tokenizer)
     reading = ReplyReading(
         ids.keys(),
-        partial(syntax.parser, parameters, is_held=is_held),
+        partial(syntax.parser, parameters, is_constrained=is_constrained),
         {number: tag for tag, number in ids.items()},
     )
     reply = Reply(tokenizer, stops, reading=reading, prompt=ReplyPrompt(opens_reasoning=is_open))

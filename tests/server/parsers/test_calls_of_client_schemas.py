@@ -50,7 +50,7 @@ def check_calls(family: str, schema: dict[str, Any], grammars: Grammars, seed: i
     for number in range(3):
         random = Random(f"{seed} {number}")
         reply = random_reply(grammars.matcher(grammar), random, TOKENIZER, random.choice([0, 60, 150]))
-        parser = ReplySyntax(family).parser({"save_all": schema}, is_held=True)
+        parser = ReplySyntax(family).parser({"save_all": schema}, is_constrained=True)
         (call,) = assembled([*parser.push(reply), *parser.finish()]).calls
         assert call.name == "save_all"
         validator.validate(json.loads(call.arguments))
@@ -163,7 +163,7 @@ def test_constrained_number_beyond_float64_is_parsed_as_a_number(family: str, gr
         parameter = f"<parameter=x>\n{written}\n</parameter>\n"
         reply = f"<tool_call>\n<function=save_all>\n{parameter}</function>\n</tool_call>"
     assert refusal is None and grammars.matcher(grammar).try_consume_tokens([*reply.encode()]) == len(reply)
-    parser = ReplySyntax(family).parser({"save_all": schema}, is_held=True)
+    parser = ReplySyntax(family).parser({"save_all": schema}, is_constrained=True)
     (call,) = assembled([*parser.push(reply), *parser.finish()]).calls
     largest = sys.float_info.max
     assert json.loads(call.arguments) == {"x": [largest, -largest, int(largest), 100, int(largest)]}

@@ -455,7 +455,7 @@ TEXT_PARAMETERS: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("name", TEXT_PARAMETERS)
-def test_text_parameter_is_constrained_when_the_tool_has_other_parameters(name: str) -> None:
+def test_text_parameter_is_constrained_between_other_parameters(name: str) -> None:
     schema, good, bad = TEXT_PARAMETERS[name]
     text: dict[str, Any] = {"type": "string", **schema}
     others = {key: {"type": "string", "maxLength": 45} for key in ("b", "c", "d")}

@@ -1,1 +1,1 @@
-"""Decode and verify steps that replay states from a base state and a ring of the tokens after it."""
+"""Decode and verify steps that recompute Mamba2 states from an older state and a ring of the inputs of later tokens."""

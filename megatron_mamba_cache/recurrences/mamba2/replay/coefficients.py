@@ -1,16 +1,16 @@
-"""The factors of a replayed step's outputs, which all states of a group share, and the step's tokens in the ring.
+"""Compute the factors for the outputs of a replayed step; append its B and time steps to the ring.
 
-With L the sum of dt * A from the base on, C_t the step's t-th token and S the base,
+With S the base state and L_t the sum of dt * A over the tokens after the base up to token t,
 
     y_t = exp(L_t) (C_t S) + sum over j <= t of exp(L_t - L_j) dt_j (B_j . C_t) x_j + D x_t
 
-This kernel computes the factors of S and of each x_j, D among them, appends B and the time steps of the step's tokens
-to the ring and clears the outputs of padding; the kernels of `outputs` do the rest.
+This kernel computes the factors of C_t S and of each x_j (including D), appends B and the time steps of the step's
+tokens to the ring, and zeroes the outputs of padding. The kernels in `outputs` do the rest.
 
-Logarithms of decays are summed in float64: differences of long sums keep their digits. Launched after a convolution, it
-reads what that one does not write while it still runs. Grid: a program for each request and block of heads, plus one
-request that clears the outputs past the last request. Graph safe: no host sync, one launch, grid fixed by the shapes of
-the arguments.
+Sums of log decays are float64, because differences of long float32 sums would lose accuracy. If the previous launch is
+the convolution, this kernel overlaps with it and first reads the inputs that the convolution does not compute. Grid:
+one program per request and block of heads; the programs of one additional request zero the outputs after the last
+request. Safe in CUDA graphs: no host sync, one launch, and the grid depends only on the shapes of the arguments.
 """
 
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step
 
-_LEAST_OWN = 8  # one compiled variant up to that many tokens
+_LEAST_OWN = 8  # 2 to 8 tokens per request share one compiled kernel
 _HEADS_AT_A_TIME = 16
 _PAD = tl.constexpr(PAD_SLOT)
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayCoefficients:
-    """The factors of a step's outputs, float32; those of tokens that a request lacks are undefined.
+    """Factors for the outputs of a step, float32; undefined for tokens after a request's last one.
 
     Args:
-        base: [requests, max_tokens, heads]; of the base's product with C.
-        inputs: [requests, max_tokens, heads, ring_len + own]; of x of the ring's tokens, oldest first, then of the
-            step's tokens; 0 for one that comes later, undefined from the request's last one on.
-        own: Room for the step's tokens, a power of two.
+        base: [requests, max_tokens, heads]; factor of the product of C and the base.
+        inputs: [requests, max_tokens, heads, ring_len + own]; factor of each x: first those in the ring, oldest first,
+            then those of the step. Factors of tokens after the output's token are 0.
+        own: Number of factors for the step's own tokens, including padding; a power of two.
     """
 
     base: Tensor
@@ -49,7 +49,7 @@ class ReplayCoefficients:
 
 @triton.jit
 def _scores(c, b):
-    """Return the products [c's tokens, b's tokens]; those of bf16 or fp16 are exact, and summed in float32."""
+    """Return the dot products [tokens of c, tokens of b], accumulated in float32."""
     if c.shape[0] == 1:
         return tl.sum(c.to(tl.float32) * b.to(tl.float32), axis=1)[None, :]
     if c.dtype == b.dtype and c.dtype != tl.float32:
@@ -64,9 +64,9 @@ def _coefficients_kernel(
     RING: tl.constexpr, OWN: tl.constexpr, BLOCK: tl.constexpr, TOKENS: tl.constexpr, READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the factors of a request and some heads of a group; append their time steps, and B.
+    """Compute the factors for one request and some heads of a group; append their time steps and B to the ring.
 
-    Long because all factors follow from the same few values in registers.
+    Long because all factors are computed from the same values in registers.
     """
     if not READS_EARLY:
         await_then_release(OVERLAPS)
@@ -84,11 +84,11 @@ def _coefficients_kernel(
     folded = tl.load(rows.folded + row, mask=is_live, other=0)
     computed = tl.load(rows.computed + row, mask=is_live, other=0)
 
-    # A tensor-core matmul has at least 16 rows.
+    # `tl.dot` needs dimensions of at least 16, so smaller ones are padded.
     PADDED: tl.constexpr = RING if TOKENS == 1 or RING > 16 else 16
     SOURCES: tl.constexpr = TOKENS if TOKENS == 1 or TOKENS > 16 else 16
     first = tl.maximum(folded, computed // RING * RING)
-    kept = computed - first  # tokens of the ring that no fold has reached, fewer than RING
+    kept = computed - first  # number of ring entries not folded yet; less than RING
     count = end - start
     h = block * BLOCK + tl.arange(0, BLOCK)
     n = tl.arange(0, triton.next_power_of_2(D_STATE) if D_STATE > 16 else 16)
@@ -171,9 +171,9 @@ def append_and_weigh(
     *,
     after_conv: bool,
 ) -> ReplayCoefficients:
-    """Append each request's B and time steps to its ring, clear padding in `y`, in place; return the factors.
+    """Append each request's B and time steps to its ring, zero padding in `y`, both in place; return the factors.
 
-    Long because it names the kernel's arguments.
+    Long because it passes many named arguments to the kernel.
 
     Args:
         after_conv: As in `state_replay`.

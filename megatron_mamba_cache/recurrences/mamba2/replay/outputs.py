@@ -1,15 +1,19 @@
-"""Outputs of decode and verify steps whose states are replayed: a state is read once, and written only by a fold.
+"""Outputs of decode and verify steps with replay: each state is read once, and written only when entries are folded.
 
     y_t = factor_t (C_t S) + sum over the tokens j since the base S of factor_tj x_j
 
-`coefficients` computes the factors and appends B and time steps; then one kernel does the rest: that of `outputs_sums`
-or `outputs_mma` on a Hopper GPU, or the one here, in Triton, for every shape and device. If a request's kept tokens
-have passed a multiple of the ring's length, it folds them first: S = exp(dt * A) * S + B (dt * x), token by token as
-`state_verify` does or, on a Hopper GPU where x and B are bf16, a period at once; rounded to the pool's dtype at every
-multiple. So a base's bits depend on its tokens alone. It appends x last, and may overwrite what it has folded.
+`coefficients` computes the factors and appends B and time steps to the ring. A second kernel does the rest: on a Hopper
+GPU, one in `outputs_sums` or `outputs_mma`, otherwise the Triton kernel here, which supports all shapes and devices.
 
-Layout: a program owns one request and `width` columns of one head's state [d_state, head_dim], all of d_state: no sum
-crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
+If the number of computed tokens has reached a multiple of `ring_len` since the last fold, the kernel first folds ring
+entries into the base: S = exp(dt * A) * S + B (dt * x). It folds one token at a time, as `state_verify` does, or, on a
+Hopper GPU with bf16 x and B, one period of `ring_len` tokens at a time. The state is cast to the pool's dtype at every
+multiple of `ring_len`, so the bits of a base depend only on its tokens. The kernel appends x last, because x may
+overwrite folded entries.
+
+Each program has one request and `width` columns of one head's state [d_state, head_dim], with all of d_state, so no sum
+spans programs. Safe in CUDA graphs: no host sync, two launches, and the grids depend only on the shapes of the
+arguments.
 """
 
 from collections.abc import Callable
@@ -43,27 +47,28 @@ def state_replay(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Fold due ring entries, compute the outputs of each request's tokens, and append them to its ring, in place.
+    """Compute the outputs of each request's tokens and append the tokens to its ring; fold older ring entries if due.
 
-    With boundary = computed // ring_len * ring_len, a request with boundary > folded first folds the ring's entries
-    from `folded` to `boundary` into its base; the caller then counts them as folded. No other state is written. The
-    bits of a base depend on its tokens alone. Padding requests and tokens past the last request give zeros and write
-    nothing.
+    With boundary = computed // ring_len * ring_len, a request with folded < boundary first folds the ring entries from
+    `folded` to `boundary` - 1 into its base. The caller must then set `folded` to `boundary`. No other state is
+    written. The bits of a base depend only on its tokens. For padding, outputs are zeros and nothing is written.
 
     Args:
-        ssm_pool: [slots, heads, d_state, head_dim]; a slot's state contiguous.
-        ring: Of the inputs' dtypes; at least ring_len + 2 * max_tokens - 1 positions, of x ring_len + max_tokens - 1.
-        ring_len: Positions from one fold to the next, a power of two from 4 on.
-        after_conv: True if `conv_verify` was launched right before and wrote x, B and C: all else is read concurrently.
+        ssm_pool: [slots, heads, d_state, head_dim]; each slot is contiguous.
+        ring: Rings in the dtypes of `tokens`; capacity must be at least ring_len + 2 * max_tokens - 1, and x_capacity
+            at least ring_len + max_tokens - 1.
+        ring_len: Number of tokens between two folds; a power of two, at least 4.
+        after_conv: True if the previous launch is the `conv_verify` that computes x, B and C. All other inputs are then
+            read before `conv_verify` ends.
 
     Returns:
-        [tokens, heads, head_dim] in x's dtype.
+        [tokens, heads, head_dim] in the dtype of `x`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `state_replay_ref`, which also computes float64. CUDA-graph safe: no host sync, two launches, grids fixed
-    at capture.
+    Reference: `state_replay_ref`, which runs for float64 inputs. CUDA-graph safe: no host sync, two launches, grids
+    fixed at capture.
     """
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)
@@ -86,7 +91,7 @@ def replay_tiled(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Compute with this tiling's kernel; `state_replay` checks and chooses."""
+    """Run `state_replay` with the kernel and sizes of `tiling`; the arguments are not checked."""
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
     if y.numel() == 0:
         return y
@@ -120,7 +125,7 @@ def replay_tiled(
 
 
 def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
-    """Return the launch function of a tiling's kernel; imports Gluon on demand."""
+    """Return the function that launches the kernel of `tiling`; Gluon is imported only if needed."""
     if tiling.kernel == "sums":
         from .outputs_sums import replay_by_sums as launch
     elif tiling.kernel == "mma":
@@ -137,7 +142,7 @@ def _state_replay_kernel(
     CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Long because state and inputs stay in registers."""
+    """Replay one request and WIDTH columns of one head. Long because state and inputs stay in registers."""
     release(OVERLAPS)
     PARTS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     part = tl.program_id(0) % PARTS
@@ -183,7 +188,7 @@ def _state_replay_kernel(
             state, pool, xs, ring_b, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
         )
         tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
-        tl.debug_barrier()  # what is appended may overwrite what another thread of this program folds
+        tl.debug_barrier()  # the appended x may overwrite entries that other threads still fold
     tl.store(xs[None, :] + ((computed + u) % X_CAPACITY)[:, None] * ring.x_stride, own_x, mask=is_own)
     own_x = own_x.to(tl.float32)
 
@@ -196,17 +201,17 @@ def _state_replay_kernel(
         of_own = tl.load(input_factors + line * (RING + OWN) + RING + u, mask=u < count, other=0.0)
         out = tl.load(base_factors + line) * tl.sum(state * c[:, None], axis=0)
         out += tl.sum(of_ring[:, None] * ring_x, axis=0)
-        # A later token may hold NaN, which a factor of 0 would not keep out.
+        # Later tokens must be masked: if one is NaN, a factor of 0 is not enough.
         out += tl.sum(of_own[:, None] * tl.where((u <= t)[:, None], own_x, 0.0), axis=0)
         tl.store(y + token * (HEADS * HEAD_DIM) + head * HEAD_DIM + p, out, mask=has_p)
 
 
 def replay_portably(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append x and write the outputs, in place, right after `append_and_weigh`.
+    """Launch the Triton kernel, which folds, appends x and writes the outputs; call it right after `append_and_weigh`.
 
     Args:
-        arguments: What all kernels of outputs take.
-        num_heads: Heads of all requests.
+        arguments: Arguments that are common to all output kernels.
+        num_heads: Total number of heads over all requests.
     """
     head_dim = arguments["HEAD_DIM"]
     width = min(tiling.width, triton.next_power_of_2(head_dim))

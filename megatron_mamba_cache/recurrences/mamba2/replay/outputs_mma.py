@@ -1,9 +1,9 @@
-"""Replay outputs by bf16 tensor-core mma, in Gluon, for Hopper GPUs and bf16 tokens.
+"""Replay outputs by bf16 mma instructions, in Gluon, for Hopper GPUs and bf16 tokens.
 
-A warp owns `width` columns of a head's state, in the layout of the operands, so nothing moves between lanes. float32
-states and factors are split into three bf16 numbers that add up to them: every product is exact, every sum is float32.
-Bases have the bits of `fold_mma`. The fold and the state's loads begin while `coefficients` runs. A state is read in
-slices, and once more if it is folded: so a 16-bit one is prefetched to the L2 cache as a whole.
+A warp owns `width` columns of a head's state, loaded in the layouts of the operands, so no data moves between lanes.
+float32 states and factors are split into three bf16 numbers that add up to them: every product is exact, and sums are
+float32. Folds are bit-identical to `fold_mma`. Folding and loading the state start while `coefficients` still runs. The
+state is loaded in slices, and a second time if it is folded, so 16-bit states are first prefetched to the L2 cache.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ _PAD = gl.constexpr(PAD_SLOT)
 
 @gluon.jit
 def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    """Add the product of a bf16 tile and a float32 one to `sums`."""
+    """Add the product of a bf16 tile and a float32 tile to `sums`."""
     left = as_left(left, LEFT)
     low, middle, high = split_into_bf16(right)
     sums = mma_v2(left, as_right(low, RIGHT), sums)
@@ -50,7 +50,7 @@ def _state_mma_kernel(
     CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
     PADDED: gl.constexpr, TOKENS: gl.constexpr, PREFETCHES: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
-    """Long because state and inputs stay in registers."""
+    """Replay one request and WIDTH columns of one head. Long because state and inputs stay in registers."""
     release(OVERLAPS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, tokens]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -101,7 +101,7 @@ def _state_mma_kernel(
             RING,
             WIDTH,
         )
-    # Loaded before the state, so that it can be appended while the state still loads.
+    # Load x before the state, so that x can be appended while the state still loads.
     u = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, NEW))
     new = tokens.x + start.to(gl.int64) * tokens.x_stride + channel
     new_x = gl.load(
@@ -139,7 +139,7 @@ def _state_mma_kernel(
         RIGHT,
     )
 
-    # The factors come while the other slices do.
+    # Load the factors while the other slices are loaded.
     await_launcher(OVERLAPS)
     line = row.to(gl.int64) * max_tokens * HEADS + head
     t = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
@@ -186,11 +186,11 @@ def _state_mma_kernel(
         new_x,
         mask=(u < count)[:, None],
     )
-    is_odd = (new_x.to(gl.float32) * 0.0 != 0.0).to(gl.int32)  # infinite, or NaN
+    is_odd = (new_x.to(gl.float32) * 0.0 != 0.0).to(gl.int32)  # 1 for infinity and NaN
     if gl.max(gl.max(is_odd, axis=0), axis=0) == 0:
         sums = _multiply_right(new_x, of_new, sums, LEFT, RIGHT)
     else:
-        # A factor of 0 would not keep a later token's NaN out.
+        # Later tokens must be masked: if one is NaN, a factor of 0 is not enough.
         m = gl.arange(0, WIDTH, layout=gl.SliceLayout(1, SUMS))
         column = m % 8 * (WIDTH // 8) + m // 16 * 2 + m // 8 % 2
         target = gl.arange(0, OWN, layout=gl.SliceLayout(0, SUMS))
@@ -209,14 +209,14 @@ def _state_mma_kernel(
 
 
 def replay_by_mma(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append x and write the outputs, in place; as `replay_by_sums`, but d_state is at least 16."""
+    """Launch the mma kernel, which folds, appends x and writes the outputs; arguments as in `replay_portably`."""
     pool = arguments["pool"]
     _state_mma_kernel[(num_heads * (arguments["HEAD_DIM"] // tiling.width),)](
         **arguments,
         WIDTH=tiling.width,
         PADDED=max(16, arguments["RING"]),
         TOKENS=max(16, arguments["OWN"]),
-        # To the L2 cache: faster for 16-bit states, slower for others.
+        # Prefetching to the L2 cache is faster for 16-bit states and slower for others.
         PREFETCHES=pool.element_size() == 2 and pool.data_ptr() % 16 == 0 and pool.stride(0) % 8 == 0,
         enable_fp_fusion=True,
         **overlapping(pool.device),

@@ -1,8 +1,9 @@
 """Replay outputs by plain sums, in Gluon, for Hopper GPUs: the fastest kernel for few tokens per request.
 
-A warp owns `width` columns of a head's state, in registers. A lane holds runs of d_state in a few columns, so products
-with C are summed within lanes, and only one sum per column and token crosses them. Bases have the bits of `fold_mma`
-for bf16 tokens, else those of `outputs`. The fold and the state's loads begin while `coefficients` runs.
+A warp owns `width` columns of a head's state, in registers. Each lane holds a run of d_state elements in a few columns,
+so most of the product with C is summed within a lane, and only one sum per column and token crosses lanes. Folds are
+bit-identical to `fold_mma` for bf16 tokens, otherwise to `outputs`. Folding and loading the state start while
+`coefficients` still runs.
 """
 
 from typing import Any
@@ -18,12 +19,12 @@ from ...replay.operands import sync_lanes
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
-_ACCESS = 16  # bytes of a load
+_ACCESS = 16  # bytes per load
 
 
 @gluon.jit
 def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr):
-    """Load x, B, the time step and its product with A at a position; zeros from `end` on."""
+    """Load the ring entry at `position`: x, B, dt and dt * A; zeros from position `end` on."""
     exists = position < end
     index = position % CAPACITY
     values = gl.load(x + position % X_CAPACITY * ring.x_stride, mask=exists, other=0.0)
@@ -38,7 +39,7 @@ def _fold_entries(
     state, pool, x, b, steps, ring, position, end,
     HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Return float32 `state` [lanes, d_state of a lane, width] after the ring's entries; see `outputs`."""
+    """Fold ring entries into the float32 `state` [lanes, d_state per lane, width]; see `fold_entries` in `outputs`."""
     entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY, X_CAPACITY)
     following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY, X_CAPACITY)
     while position < end:
@@ -73,7 +74,7 @@ def _state_sums_kernel(
     CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
     LANES: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
-    """Long because state and inputs stay in registers."""
+    """Replay one request and WIDTH columns of one head. Long because state and inputs stay in registers."""
     release(OVERLAPS)
     BY_PRODUCTS: gl.constexpr = ring.x.dtype.element_ty == gl.bfloat16
     PARTS: gl.constexpr = HEAD_DIM // WIDTH
@@ -129,7 +130,7 @@ def _state_sums_kernel(
                 RING,
                 WIDTH,
             )
-    # Loaded before the state, so that it can be appended while the state still loads.
+    # Load x before the state, so that x can be appended while the state still loads.
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, gl.SliceLayout(2, NEW)))
     u = lane[:, None] * TAIL + gl.arange(0, TAIL, layout=gl.SliceLayout(0, gl.SliceLayout(2, NEW)))[None, :]
     own_column = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, gl.SliceLayout(1, NEW)))[None, :][:, None, :]
@@ -169,16 +170,16 @@ def _state_sums_kernel(
         following = _load_factors(c, base_factors, input_factors, tokens.C_stride, HEADS, t + 1, count, w, u, RING, OWN)
         out = of_base * gl.sum(state * keys.to(gl.float32)[:, :, None], axis=1)
         out += gl.convert_layout(gl.sum(of_ring[:, :, None] * ring_x, axis=1), SUMS)
-        # A later token may hold NaN, which a factor of 0 would not keep out.
+        # Later tokens must be masked: if one is NaN, a factor of 0 is not enough.
         x = gl.where((u <= t)[:, :, None], own_x.to(gl.float32), 0.0)
         out += gl.convert_layout(gl.sum(of_own[:, :, None] * x, axis=1), SUMS)
         gl.store(y + t * (HEADS * HEAD_DIM), gl.sum(out, axis=0).to(y.dtype.element_ty))
 
 
 def replay_by_sums(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append x and write the outputs, in place; as `replay_portably`, but d_state is a power of two."""
+    """Launch the sums kernel, which folds, appends x and writes the outputs; arguments as in `replay_portably`."""
     pool = arguments["pool"]
-    # Lanes side by side in head_dim read 16 bytes each.
+    # Each lane loads 16 contiguous bytes along head_dim; the other lanes split d_state.
     lanes = 32 * tiling.num_warps * (_ACCESS // pool.element_size()) // tiling.width
     _state_sums_kernel[(num_heads * (arguments["HEAD_DIM"] // tiling.width),)](
         **arguments, WIDTH=tiling.width, LANES=lanes, enable_fp_fusion=True, **overlapping(pool.device)

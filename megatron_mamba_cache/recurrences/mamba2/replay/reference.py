@@ -14,9 +14,9 @@ from ..inputs import SSMTokens, SSMWeights
 def state_replay_ref(
     tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
-    """Torch twin of `state_replay`."""
+    """Torch reference for `state_replay`."""
     num_tokens, heads = tokens.x.shape[:2]
-    y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the last takes what is not a token
+    y = tokens.x.new_zeros(num_tokens + 1, *tokens.x.shape[1:])  # the additional last token receives padding
     if rows.slots.shape[0] == 0 or num_tokens == 0:
         return y[:num_tokens]
     dtype = compute_dtype(tokens.x)
@@ -30,7 +30,7 @@ def state_replay_ref(
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     each = torch.arange(rows.max_tokens, device=starts.device)
-    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [requests, max_tokens], as all that follows
+    exists = is_row[:, None] & (starts[:, None] + each < ends[:, None])  # [requests, max_tokens]
     token, position = (starts[:, None] + each).clamp_max(num_tokens - 1), rows.computed[:, None] + each
     at = (rows.buffers[:, None].expand_as(token).flatten(), position.flatten(), exists.flatten())
     dt = weights.time_steps(tokens.dt.index_select(0, token.flatten()), ring.steps.dtype)

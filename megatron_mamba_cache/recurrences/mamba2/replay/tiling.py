@@ -10,21 +10,21 @@ from ...replay.tiling import has_gluon, hopper_width, runs_gluon
 from ..inputs import SSMTokens
 
 _LARGEST_MULTIPLIED = 128
-"""The largest d_state that an mma keeps in registers."""
+"""Largest d_state that the "mma" kernel supports."""
 _MOST_SUMMED = 3
 """The most tokens of a request for which sums with float32 states are faster than mma."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplayTiling:
-    """How states are split over programs, which changes only the order of the sums of an output.
+    """Kernel that replays states, and how it splits them; results depend on it only through the order of summation.
 
     Args:
-        kernel: "portable" takes all shapes; "sums" takes heads of whole tiles and a d_state that is a power of two, and
-            "mma" such heads of bf16 tokens.
-        width: Columns of head_dim of a program, a power of two.
-        num_warps: Of a program; 1 but for "portable".
-        max_registers: Of a thread; they bound the programs that fit on a multiprocessor.
+        kernel: "portable" supports all shapes. "sums" needs a head_dim divisible by `width`, and a d_state that is
+            a power of two; "mma" also needs bf16 tokens.
+        width: Number of columns of head_dim per program, a power of two.
+        num_warps: Number of warps per program; 1 except for "portable".
+        max_registers: Maximum number of registers per thread, which limits the programs per multiprocessor.
     """
 
     kernel: Literal["portable", "sums", "mma"]
@@ -37,10 +37,11 @@ PORTABLE = ReplayTiling("portable", width=64, num_warps=4, max_registers=128)
 
 
 def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> ReplayTiling:
-    """Return the fastest measured tiling for these shapes, this device and so many tokens per request.
+    """Return the tiling that was measured to be fastest for these shapes on this device.
 
-    The time of sums grows with every token. That of mma is constant for few, but float32 states must be split. The
-    choice does not depend on the requests: a warmup compiles each number of tokens once.
+    The time of "sums" grows with the number of tokens per request. That of "mma" is nearly constant, but it must split
+    float32 states into bf16 parts. The choice does not depend on the individual requests, so one warmup step per
+    `max_tokens` compiles all kernels.
     """
     width = hopper_width(tokens.x.shape[2], tokens.B.shape[2])
     if not runs_gluon(ssm_pool) or width is None:
@@ -55,7 +56,7 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
 
 
 def replays_fast(head_dim: int, d_state: int) -> bool:
-    """Return True if a Gluon kernel for the current device replays states of this shape."""
+    """Return True if the current device has a Gluon kernel that replays states of this shape."""
     if not torch.cuda.is_available() or hopper_width(head_dim, d_state) is None:
         return False
     return has_gluon(torch.device("cuda", torch.cuda.current_device()))

@@ -67,7 +67,7 @@ def words_of(tokenizer: HuggingFaceTokenizer, markers: Sequence[str]) -> list[li
     [("hermes", "think"), ("qwen3_coder", "think"), ("nemotron_nano_v2", "deepseek_r1"), ("granite", "granite")],
 )
 @pytest.mark.parametrize("asks", ["required", "answer", "strict"])
-def test_constrained_replies_are_parsed_into_the_parts_of_their_grammar(
+def test_constrained_replies_are_parsed_into_the_required_answers_and_calls(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
 ) -> None:
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
@@ -87,7 +87,7 @@ def test_constrained_replies_are_parsed_into_the_parts_of_their_grammar(
         if tokens[-1:] != [tokenizer.eod]:
             continue
         num_whole += 1
-        reply = reply_of_tokens(tokenizer, syntax, {"f": SCHEMA}, tokens[:-1], is_open=is_open, is_held=True)
+        reply = reply_of_tokens(tokenizer, syntax, {"f": SCHEMA}, tokens[:-1], is_open=is_open, is_constrained=True)
         found, text = reply.parsed(), reply.text
         if asks != "strict":
             assert bool(found.calls) is (asks == "required" or not found.content), text
@@ -109,7 +109,7 @@ def test_constrained_replies_are_parsed_into_the_parts_of_their_grammar(
 @pytest.mark.parametrize("calls", TOOL_CALL_PARSERS)
 @pytest.mark.parametrize("reasoning", REASONING_PARSERS)
 @pytest.mark.parametrize("asks", ["required", "answer"])
-def test_grammar_allows_no_reasoning_when_the_prompt_closes_it(
+def test_grammar_allows_no_reasoning_when_the_prompt_closes_the_reasoning(
     tokenizers: dict[str, HuggingFaceTokenizer], kind: str, calls: str, reasoning: str, asks: str
 ) -> None:
     tokenizer, form = tokenizers[kind], REASONING_PARSERS[reasoning]
@@ -127,7 +127,9 @@ def test_grammar_allows_no_reasoning_when_the_prompt_closes_it(
     while tokens[-1:] != [tokenizer.eod]:
         grammar = held.grammar_after(Prompt((1,), None, reasoning=DONE))
         tokens = random_tokens(grammars, grammar, tokenizer, rng, words_of(tokenizer, (form.open, form.close)))
-    reply = reply_of_tokens(tokenizer, ReplySyntax(calls, form), {"f": SCHEMA}, tokens[:-1], is_held=True).parsed()
+    reply = reply_of_tokens(
+        tokenizer, ReplySyntax(calls, form), {"f": SCHEMA}, tokens[:-1], is_constrained=True
+    ).parsed()
     assert not reply.reasoning and bool(reply.calls) is (asks == "required") is not reply.content
 
 
@@ -151,7 +153,7 @@ def test_tool_call_within_reasoning_ends_the_reasoning(
         if tokens[-1] != tokenizer.eod:
             continue
         num_whole += 1
-        reply = reply_of_tokens(tokenizer, syntax, {"f": SCHEMA}, tokens[:-1], is_open=True, is_held=True)
+        reply = reply_of_tokens(tokenizer, syntax, {"f": SCHEMA}, tokens[:-1], is_open=True, is_constrained=True)
         found, text = reply.parsed(), reply.text
         assert choice is None or (found.calls and not found.content), text
         assert reply.finish_reason == ("tool_calls" if found.calls else "stop"), text
