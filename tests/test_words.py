@@ -95,6 +95,7 @@ EXEMPT = re.compile(
     re.I,
 )
 
+REQUEST_TYPES = re.compile(r"RunningRequest|Candidate")
 OPENINGS = re.compile(r"(Whether|What|Who|Those|See)\b")
 ARGUMENT = re.compile(r"^\s+[\w, `*]+: (Whether|Who|Those|See)\b", re.M)
 
@@ -158,21 +159,26 @@ def opening_violations(texts: list[tuple[int, str]]) -> Found:
 
 
 def request_violations(tree: ast.Module, request_fields: frozenset[str]) -> Found:
-    """Yield running requests that are called rows: by annotation, or by an attribute that only requests have."""
+    """Yield requests that are called rows: by annotation, loop, or an attribute that only requests have."""
     for node in ast.walk(tree):
         match node:
             case ast.arg(arg=name, annotation=ast.expr() as annotation):
-                is_request = "RunningRequest" in ast.unparse(annotation)
+                is_request = REQUEST_TYPES.search(ast.unparse(annotation)) is not None
             case ast.AnnAssign(target=ast.Name(id=name) | ast.Attribute(attr=name), annotation=annotation):
-                is_request = "RunningRequest" in ast.unparse(annotation)
-            case ast.Attribute(value=ast.Name(id=name), attr=field) if not name.endswith("rows"):
+                is_request = REQUEST_TYPES.search(ast.unparse(annotation)) is not None
+            case (
+                ast.For(target=ast.Name(id=name), iter=source)
+                | ast.comprehension(target=ast.Name(id=name), iter=source)
+            ):
+                is_request = re.search(r"\brequests$", ast.unparse(source)) is not None
+            case ast.Attribute(value=ast.Name(id=name) | ast.Attribute(attr=name), attr=field) if name[-4:] != "rows":
                 is_request = field in request_fields
             case ast.Attribute(value=ast.Subscript(value=ast.Name(id=name) | ast.Attribute(attr=name)), attr=field):
                 is_request = field in request_fields
             case _:
                 continue
         if is_request and re.search(r"(^|_)rows?$", name):
-            yield node.lineno, f"{name} is a running request: write request"
+            yield getattr(node, "lineno", 0) or node.target.lineno, f"{name} is a running request: write request"
 
 
 def long_name_violations(tree: ast.Module) -> Found:
@@ -249,6 +255,10 @@ PLANTED = {
     "name_of_requests": ("advance_rows()", "request"),
     "annotated_request": ("def f(row: RunningRequest): ...", "request"),
     "annotated_requests": ("rows: Sequence[RunningRequest] = ()", "request"),
+    "quoted_annotation": ("def f(row: 'Candidate'): ...", "request"),
+    "loop_over_requests": ("for row in self.requests: g(row)", "request"),
+    "comprehension_over_requests": ("x = [g(row) for row in requests]", "request"),
+    "attribute_of_an_attribute": ("self.row.prompt_len", "request"),
     "attribute_of_a_request": ("for row in x:\n    row.prompt_len", "request"),
     "attribute_of_one_of_some_requests": ("f(self.rows[0].prompt_len)", "request"),
     "comment": ("# The tokens lie apart.", "stagger"),

@@ -28,7 +28,7 @@ NO_REQUESTS = StepShape(0)
 class Part(Enum):
     """Progress of this rank in a step that expert-parallel ranks compute together."""
 
-    COMPLETE = "the ranks have tried to agree on the next step"
+    COMPLETE = "no step is in progress; the ranks may have agreed on the next one"
     BEGUN = "the ranks have not agreed on the shape"
     AGREED = "the shape is agreed"
     LAUNCHED = "the forward pass is launched"

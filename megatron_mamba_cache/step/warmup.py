@@ -75,7 +75,7 @@ def _may_compile_ahead(runner: StepRunner) -> bool:
 
 @torch.inference_mode()
 def rehearse(model: StepModel, runner: StepRunner) -> None:
-    """Run every kind of step with padding requests, on a CPU or GPU."""
+    """Run every kind of step with padding requests, on a CUDA device."""
     rehearse_prefill(model, runner)
     memory = runner.memory
     limits = memory.step_buffers.limits
@@ -98,7 +98,7 @@ def rehearse(model: StepModel, runner: StepRunner) -> None:
 
 @torch.inference_mode()
 def rehearse_prefill(model: StepModel, runner: StepRunner) -> None:
-    """Run every kind of step that contains only prefill requests, with padding requests, on a CPU or GPU."""
+    """Run every kind of step that contains only prefill requests, with padding requests, on a CUDA device."""
     memory = runner.memory
     with runner.rehearsing():
         for requests in prefill_steps(memory.step_buffers.limits, memory.geometry.block_size, memory.dummy_block):
