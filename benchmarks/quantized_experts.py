@@ -98,7 +98,7 @@ class Bench:
         return QuantizedMatrix(words, 8, scales, None, BLOCK, BLOCK)
 
     def batch(self, count: int) -> Batch:
-        """Draw tokens and their experts."""
+        """Return random tokens and their experts."""
         x = torch.randn(count, self.shape.hidden, device="cuda").bfloat16()
         scores = torch.rand(count, self.shape.num_experts, device="cuda")
         ids = scores.topk(self.shape.rule.top_k, dim=-1).indices.to(torch.int32)

@@ -180,8 +180,7 @@ class CheckpointTensors:
         by_first = {stored[0]: name for name, stored in self._stored.items() if name in wanted}
         for first, parts in self._files.tensors({first: self._stored[name] for first, name in by_first.items()}):
             name = by_first[first]
-            weight = self.quantized.get(name)
-            device = coded_on(name)
+            weight, device = self.quantized.get(name), coded_on(name)
             if weight is None:
                 yield name, parts.pop(first)
             else:
