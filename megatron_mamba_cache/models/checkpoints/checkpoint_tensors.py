@@ -251,7 +251,7 @@ class CheckpointTensors:
         others = {f"{name}{ending}": divides for ending, divides in _GLOBAL_SCALES.items()}
         if not format.has_global:
             for other in filter(self._files.names.__contains__, others):
-                raise self._error(other, f"has no use in {format.name}, the format of {codes}")
+                raise self._error(other, f"is not used by {format.name}, the format of {codes}; remove it")
             return QuantizedWeight(format, shape, codes, scale).with_activation_scale(name, self._files.shapes)
         factor = self._only(codes, list(others), f"its global scale ({format.name})")
         self._check_factor(factor, codes, shape[:-2])
