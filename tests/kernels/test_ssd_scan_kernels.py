@@ -431,7 +431,7 @@ def test_ssd_scan_error_names_the_mismatched_argument(device: str) -> None:
         (tokens, replace(weights, D=weights.D[:2]), pool, r"D must have shape \(4,\)"),
         (tokens, weights, pool.transpose(2, 3), "ssm_pool"),
         (tokens, weights, pool[:, :, :, :8], "ssm_pool"),
-        (replace(tokens, x=tokens.x.double()), weights, pool, "one dtype"),
+        (replace(tokens, x=tokens.x.double()), weights, pool, "must have the same dtype"),
         (replace(tokens, B=tokens.B.transpose(1, 2).contiguous().transpose(1, 2)), weights, pool, "contiguous"),
     ]
     for bad_tokens, bad_weights, bad_pool, message in cases:
