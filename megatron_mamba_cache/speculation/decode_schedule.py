@@ -41,8 +41,8 @@ def schedule_decode(
     # A step generates up to one token more than it has drafts, and must not exceed the request's length limit.
     max_counts = [max(0, min(planner.max_drafts, request.spec.max_len - request.length - 1)) for request in requests]
     max_counts = [
-        cache.draft_states.most_drafts(request.computed, room)
-        for request, room in zip(requests, max_counts, strict=True)
+        cache.draft_states.most_drafts(request.computed, max_count)
+        for request, max_count in zip(requests, max_counts, strict=True)
     ]
     counts = planner.counts(requests, max_counts, budget)
     limits = [DraftLimit(request, count) for request, count in zip(requests, counts, strict=True)]

@@ -203,43 +203,42 @@ class DraftPlanner:
     def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         drafts = self._drafter.propose(requests)
         if len(drafts) != len(requests):
-            name = type(self._drafter).__name__
-            raise ValueError(f"drafter {name} returned {len(drafts)} drafts for {len(requests)} requests")
+            raise self._error(f"{len(drafts)} drafts for {len(requests)} requests")
         for request, draft in zip(requests, drafts, strict=True):
             self._check(request, draft)
         return drafts
 
     def _check(self, request: DraftRequest, draft: Draft) -> None:
-        name, request_id = type(self._drafter).__name__, request.running.request_id
+        request_id = request.running.request_id
         if len(draft.tokens) > request.num_tokens:
-            raise ValueError(
-                f"drafter {name} returned {len(draft.tokens)} tokens for request {request_id}, but at most "
-                f"{request.num_tokens} were requested"
+            raise self._error(
+                f"{len(draft.tokens)} tokens for request {request_id}, but at most {request.num_tokens} were requested"
             )
         for token in draft.tokens:
             if not isinstance(token, (int, Integral)):  # int first, because abstract classes are slow to check
-                raise ValueError(
-                    f"drafter {name} returned {type(token).__name__} {token!r} for request {request_id} as a token, "
-                    "but token ids must be ints"
+                raise self._error(
+                    f"{type(token).__name__} {token!r} for request {request_id} as a token, but token ids must be ints"
                 )
             if not 0 <= token < self._vocab_size:
-                raise ValueError(
-                    f"drafter {name} returned token {token} for request {request_id}, but token ids must be in "
-                    f"[0, {self._vocab_size})"
+                raise self._error(
+                    f"token {token} for request {request_id}, but token ids must be in [0, {self._vocab_size})"
                 )
         if draft.distributions is None:
             return
         needed, found = (len(draft.tokens), self._vocab_size), tuple(draft.distributions.shape)
         if found != needed:
-            raise ValueError(
-                f"drafter {name} returned distributions of shape {list(found)} for request {request_id}, but the shape "
-                f"must be {list(needed)}"
+            raise self._error(
+                f"distributions of shape {list(found)} for request {request_id}, but the shape must be {list(needed)}"
             )
         if not draft.distributions.is_floating_point():
-            raise ValueError(
-                f"drafter {name} returned distributions of dtype {draft.distributions.dtype} for request {request_id}, "
+            raise self._error(
+                f"distributions of dtype {draft.distributions.dtype} for request {request_id}, "
                 "but the dtype must be floating-point"
             )
+
+    def _error(self, returned: str) -> ValueError:
+        """Return the error for a drafter that returned something invalid."""
+        return ValueError(f"drafter {type(self._drafter).__name__} returned {returned}")
 
 
 class NoDrafts:

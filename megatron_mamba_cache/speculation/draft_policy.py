@@ -135,7 +135,7 @@ class DraftPolicy:
             found = self._best(requests, _within(found, budget))
         if any(found):
             return found
-        trial, end = _within([min(TRIAL_DRAFTS, room) for room in max_counts], budget), _NEVER
+        trial, end = _within([min(TRIAL_DRAFTS, max_count) for max_count in max_counts], budget), _NEVER
         if not self._shadows:
             is_known = self._overall.is_known(NUM_TRIED, NUM_REJECTED)
             end = self._drafted_at + self._steps_between_trials(requests, trial) if is_known else self._step
@@ -228,7 +228,7 @@ class DraftPolicy:
     def _found_ahead(self, requests: Sequence[RunningRequest], max_counts: Sequence[int]) -> list[int]:
         """Return the counts that `decide_next` chose for these requests and limits; an empty list if there are none."""
         known = self._next_counts
-        if known is None or known.step != self._step or any(room != known.most for room in max_counts):
+        if known is None or known.step != self._step or any(max_count != known.most for max_count in max_counts):
             return []
         return known.counts if known.request_ids == [request.request_id for request in requests] else []
 
