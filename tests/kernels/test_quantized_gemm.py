@@ -218,6 +218,19 @@ def test_fp8_is_dequantized_to_the_bit(blocks: tuple[int, int] | None, device: s
         assert torch.equal(dequantize(weight, dtype), weight.dequantized(dtype))
 
 
+def test_stacked_fp8_with_partial_blocks_is_dequantized_to_the_bit(device: str) -> None:
+    matrices = [fp8_matrix(200, 160, (128, 128), device) for _ in range(3)]
+    stack = QuantizedMatrix(
+        torch.stack([matrix.words for matrix in matrices]),
+        8,
+        torch.stack([matrix.scales for matrix in matrices if matrix.scales is not None]),
+        None,
+        128,
+        128,
+    )
+    assert torch.equal(dequantize(stack), stack.dequantized(torch.bfloat16))
+
+
 @pytest.mark.parametrize("num_tokens", [3, MOST_TOKENS + 3])
 @pytest.mark.parametrize("form", ["blocks", "rows", "nvfp4"])
 def test_any_number_of_tokens_is_multiplied(

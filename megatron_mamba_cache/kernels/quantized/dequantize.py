@@ -48,6 +48,7 @@ def _dequantize_kernel(
     out,
     num_rows,
     LENGTH: tl.constexpr,
+    MATRIX_ROWS: tl.constexpr,
     GRID_COLUMNS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
@@ -62,12 +63,14 @@ def _dequantize_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
     is_here = (row < num_rows)[:, None] & (word < LENGTH)[None, :]
+    grid_rows = (MATRIX_ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
+    block_row = row // MATRIX_ROWS * grid_rows + row % MATRIX_ROWS // BLOCK_ROWS
     found = tl.load(words + row[:, None] * LENGTH + word[None, :], mask=is_here, other=0).to(tl.int32)
     for number in tl.static_range(CODES):
         values = _decoded((found >> (number * BITS)) & ((1 << BITS) - 1), BITS)
         column = word // RUN * (CODES * RUN) + number * RUN + word % RUN
         if GRID_COLUMNS > 0:
-            block = (row // BLOCK_ROWS)[:, None] * GRID_COLUMNS + (column // BLOCK_COLUMNS)[None, :]
+            block = block_row[:, None] * GRID_COLUMNS + (column // BLOCK_COLUMNS)[None, :]
             values *= _scale_values(tl.load(scales + block, mask=is_here, other=0), KIND)
         if HAS_FACTORS:
             values *= tl.load(factors + row, mask=row < num_rows, other=0)[:, None]
@@ -79,19 +82,16 @@ def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.bfloat16) -> 
     """Return the values of a weight or of a stack, rounded once to `dtype`.
 
     Raises:
-        ValueError: If parts of the weight are not contiguous, or blocks extend over two matrices of a stack.
+        ValueError: If parts of the weight are not contiguous.
 
     Reference: `QuantizedMatrix.dequantized`. CUDA-graph safe: no host sync, one launch.
     """
     if not launches_kernel(weight.words) or dtype is torch.float64:
         return weight.dequantized(dtype)
-    *leading, rows, columns = weight.shape
+    rows, columns = weight.shape[-2:]
     parts = [part for part in (weight.words, weight.scales, weight.factors) if part is not None]
-    if not all(part.is_contiguous() for part in parts) or (leading and rows % weight.block_rows):
-        raise ValueError(
-            f"need contiguous codes, scales and factors, and whole blocks of {weight.block_rows} rows in each of the "
-            f"matrices {weight.shape}"
-        )
+    if not all(part.is_contiguous() for part in parts):
+        raise ValueError(f"need contiguous codes, scales and factors of the weight {weight.shape}")
     out = torch.empty(weight.shape, dtype=dtype, device=weight.words.device)
     num_rows, length = out.numel() // columns, weight.words.shape[-1]
     if not num_rows:
@@ -105,6 +105,7 @@ def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.bfloat16) -> 
         out=out,
         num_rows=num_rows,
         LENGTH=length,
+        MATRIX_ROWS=rows,
         GRID_COLUMNS=0 if scales is None else scales.shape[-1],
         BLOCK_ROWS=weight.block_rows,
         BLOCK_COLUMNS=weight.block_columns,
