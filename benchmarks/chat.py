@@ -24,7 +24,15 @@ from typing import Any
 
 from loads.conversation_load import Conversation, Turn
 from loads.open_loop import OpenLoop, ServedTurn
-from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
+from loads.serving_engine import (
+    MODES,
+    ServedShape,
+    add_shape_arguments,
+    add_weights_arguments,
+    model_of,
+    serving_engine,
+    shape_of,
+)
 from measuring.machine import describe_machine
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
@@ -163,6 +171,7 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
+    add_weights_arguments(parser)
     parser.add_argument(
         "--graph-tokens", type=int, nargs="+", default=[512, 1024], metavar="N", help="default: 512 1024"
     )
@@ -177,7 +186,12 @@ def main() -> None:
         found = [serve(model, shape, chat, *engine) for engine in (engines[0], *engines)]
     print(table(found))
     if arguments.json:
-        figures = {"machine": describe_machine(), "chat": asdict(chat), "engines": [asdict(one) for one in found]}
+        figures = {
+            "machine": describe_machine(),
+            "weights": shape.weights,
+            "chat": asdict(chat),
+            "engines": [asdict(one) for one in found],
+        }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 

@@ -26,6 +26,7 @@ from loads.serving_engine import (
     MODES,
     ServedShape,
     add_shape_arguments,
+    add_weights_arguments,
     model_of,
     send,
     serving_engine,
@@ -134,6 +135,7 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
+    add_weights_arguments(parser)
     parser.add_argument("--chunks", type=int, nargs="+", metavar="N", help="default: 8192 4096 2048 1024 768 512")
     parser.add_argument("--graph-tokens", type=int, default=1024, metavar="N", help="default: %(default)s")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
@@ -149,7 +151,12 @@ def main() -> None:
         lines = [disturbed(model, shape, rows, chunk, length) for chunk in chunks]
     print(table(lone, lines))
     if arguments.json:
-        figures = {"machine": describe_machine(), "long_row": asdict(lone), "beside": [asdict(one) for one in lines]}
+        figures = {
+            "machine": describe_machine(),
+            "weights": shape.weights,
+            "long_row": asdict(lone),
+            "beside": [asdict(one) for one in lines],
+        }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 

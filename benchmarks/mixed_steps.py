@@ -16,7 +16,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from loads.serving_engine import (
+    MODES,
+    ServedShape,
+    add_shape_arguments,
+    add_weights_arguments,
+    model_of,
+    send,
+    serving_engine,
+    shape_of,
+)
 from measuring.machine import describe_machine
 from step_cost import timed_step
 from turn_latency import some_tokens
@@ -114,6 +123,7 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
+    add_weights_arguments(parser)
     parser.add_argument(
         "--rows", type=int, default=32, metavar="N", help="number of decoding requests; default: %(default)s"
     )
@@ -145,7 +155,12 @@ def main() -> None:
         alone_ms, found = mixed_steps(model_of(shape), shape, rows, most_rows, prompts, arguments.lengths)
     print(table(rows, prompts, alone_ms, found))
     if arguments.json:
-        figures = {"machine": describe_machine(), "alone_ms": alone_ms, "mixed": [asdict(one) for one in found]}
+        figures = {
+            "machine": describe_machine(),
+            "weights": shape.weights,
+            "alone_ms": alone_ms,
+            "mixed": [asdict(one) for one in found],
+        }
         arguments.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 

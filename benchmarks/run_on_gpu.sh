@@ -66,6 +66,16 @@ section delta_tilings "Gated DeltaNet's kernels in every tiling" python3 benchma
 section ssd_scan_tilings "Prefill scan in every tiling" python3 benchmarks/ssd_scan.py --sweep
 section step_cost "Decode steps, and the maximum gain of drafts" \
     python3 benchmarks/step_cost.py --json "$results/step_cost.json"
+for shape in qwen36-27b qwen36-35b nano3; do
+    weights="bf16 fp8"
+    [ "$shape" = nano3 ] && weights="bf16 fp8 nvfp4"
+    # shellcheck disable=SC2086  # one word per format
+    section "step_cost_$shape" "Decode steps of $shape, by the format of its weights" python3 benchmarks/step_cost.py \
+        --shape "$shape" --weights $weights --rows 1 8 64 --no-drafts --json "$results/step_cost_$shape.json"
+    # shellcheck disable=SC2086
+    section "prefill_$shape" "Prompt tokens per second of $shape, by the format of its weights" \
+        python3 benchmarks/prefill.py --shape "$shape" --weights $weights --json "$results/prefill_$shape.json"
+done
 section host_work "Host work in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
 section changed_rows "Sampling, grammars, penalties and log-probs in a decode step" \
     python3 benchmarks/changed_rows.py --json "$results/changed_rows.json"

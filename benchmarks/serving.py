@@ -24,7 +24,15 @@ from typing import Any
 from loads.conversation_load import LOADS, Conversation, conversations, read_trace
 from loads.open_loop import OpenLoop, ServedLoad, fitting
 from loads.recorded_sessions import recorded_conversations
-from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
+from loads.serving_engine import (
+    MODES,
+    ServedShape,
+    add_shape_arguments,
+    add_weights_arguments,
+    model_of,
+    serving_engine,
+    shape_of,
+)
 from measuring.gpu_time import gpu_timer
 from measuring.machine import describe_machine
 from measuring.serving_figures import ServingFigures, figures_of, table
@@ -140,6 +148,7 @@ def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     source.add_argument("--trace", type=Path, metavar="FILE", help="JSON lines of lengths; see conversation_load.py")
     source.add_argument("--recorded", type=Path, metavar="FILE", help="a recorded load; see planning/recorded_load.py")
     add_shape_arguments(parser)
+    add_weights_arguments(parser)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
     parser.add_argument("--drafts", nargs="+", type=int, default=[0, 3], metavar="K", help="default: 0 3")
     parser.add_argument("--rate", type=_positive, metavar="R", help="sessions per second; default: that of the load")

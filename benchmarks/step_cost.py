@@ -1,6 +1,6 @@
 """Measure decode steps of few and many requests, on the host and the GPU, and the maximum gain of drafts.
 
-    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--draft-states FORM ...]
+    PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--weights FORMAT ...] [--draft-states FORM ...]
         [--spread N] [--waiting N] [--no-drafts] [--host-cache-gb G] [--json FILE]
 
 Steps: requests decode together, without drafts. Their prompt lengths differ by up to 15 tokens, so that requests with
@@ -27,10 +27,12 @@ single-token step, so the model gets weights with which each token is nearly cer
 alternate; a line of the table shows the middle round.
 
 Every mode in `--draft-states` is measured in turn with the same model. With `--host-cache-gb`, each mode is measured
-without and with a host tier.
+without and with a host tier. With several formats in `--weights`, one model after the other is built, and the last
+table has the ratios of their step times to those of the first format.
 """
 
 import argparse
+import gc
 import json
 import random
 import time
@@ -41,8 +43,18 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+import torch
 from loads.recorded_drafts import RightDrafter, WrongDrafter
-from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, send, serving_engine, shape_of
+from loads.serving_engine import (
+    MODES,
+    ServedShape,
+    add_shape_arguments,
+    add_weights_arguments,
+    model_of,
+    send,
+    serving_engine,
+    shape_of,
+)
 from loads.sure_model import make_sure
 from measuring.ceilings import floor_us
 from measuring.gpu_time import gpu_seconds, gpu_timer, noted_waits
@@ -113,6 +125,17 @@ class DraftSpeed:
     tokens_per_s: float
     tokens_per_step: float
     accepted: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Results of one model in one mode of draft states; `weight_bytes` is the size of its parameters."""
+
+    weights: str
+    weight_bytes: int
+    mode: str
+    costs: list[StepCost]
+    drafts: dict[str, DraftSpeed]
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,6 +289,20 @@ def _merged(record: Any) -> Any:
     return record.merge()
 
 
+def ratio_table(found: Sequence[Measured]) -> str:
+    """Return the step times relative to those of the first format in the same mode; empty for one format."""
+    first = {one.mode: one for one in reversed(found)}
+    others = [one for one in found if one.weights != first[one.mode].weights]
+    if not others:
+        return ""
+    heads = [f"{one.weights} / {first[one.mode].weights}, {one.mode}" for one in others]
+    lines = [f"| requests | {' | '.join(heads)} |", "|" + "---:|" * (1 + len(heads))]
+    for number, cost in enumerate(others[0].costs):
+        ratios = (one.costs[number].wall_ms / first[one.mode].costs[number].wall_ms for one in others)
+        lines.append(f"| {cost.num_rows} | {' | '.join(f'{ratio:.3f}' for ratio in ratios)} |")
+    return "\n".join(lines)
+
+
 def table(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> str:
     """Return Markdown tables, without columns that this machine lacks and without drafts if they were not measured."""
     heads = ["requests", "step, ms"]
@@ -313,6 +350,7 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
+    add_weights_arguments(parser, "+")
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), metavar="N", help="default: 1 8 64 128 256")
     parser.add_argument(
         "--draft-states", nargs="+", choices=("auto", "replay", "window"), default=["auto"], metavar="FORM"
@@ -330,30 +368,55 @@ def main() -> None:
     shape = shape_of(parser, arguments, LIMITS)
     if arguments.host_cache_gb is not None and shape.cache_gb is None:
         parser.error("--host-cache-gb needs --cache-gb")
-    num_prompt = shape.block_size * 9 // 8  # so that no block ends in the measured steps
+    shapes = {form: replace(shape, draft_states=form) for form in arguments.draft_states}
+    if arguments.host_cache_gb is not None:
+        host = {"host_cache_gb": arguments.host_cache_gb}
+        shapes = {
+            f"{form}{tier}": replace(one, **added)
+            for form, one in shapes.items()
+            for tier, added in (("", {}), (" with a host tier", host))
+        }
+    found: list[Measured] = []
     with quiet_libraries(), own_warnings_hidden():
-        model = model_of(shape)
-        shapes = {form: replace(shape, draft_states=form) for form in arguments.draft_states}
-        if arguments.host_cache_gb is not None:
-            host = {"host_cache_gb": arguments.host_cache_gb}
-            shapes = {
-                f"{form}{tier}": replace(one, **added)
-                for form, one in shapes.items()
-                for tier, added in (("", {}), (" with a host tier", host))
-            }
-        costs = [
-            step_costs(model, one, arguments.rows, num_prompt, arguments.spread, arguments.waiting)
-            for one in shapes.values()
-        ]
-        drafts = [
-            {} if arguments.no_drafts else draft_speeds(model, one, num_prompt, NUM_REPLY) for one in shapes.values()
-        ]
-    found = list(zip(shapes, costs, drafts, strict=True))
-    for name, steps, speeds in found:
-        print(f"{f'Draft states: {name}' if len(found) > 1 else ''}\n\n{table(steps, speeds)}\n".lstrip("\n"))
+        for weights in arguments.weights:
+            found += measured({mode: replace(one, weights=weights) for mode, one in shapes.items()}, arguments)
+    for one in found:
+        size = f"Weights: {one.weights}, {one.weight_bytes / 1e9:.2f} GB"
+        print(f"{size}. Draft states: {one.mode}.\n\n{table(one.costs, one.drafts)}\n")
+    if ratios := ratio_table(found):
+        print(f"Ratio of step times:\n\n{ratios}\n")
     if arguments.json:
-        figures = {name: figures_of(steps, speeds) for name, steps, speeds in found}
-        arguments.json.write_text(json.dumps({"machine": describe_machine(), **figures}, indent=2) + "\n")
+        figures: dict[str, Any] = {weights: {} for weights in arguments.weights}
+        for one in found:
+            figures[one.weights][one.mode] = {"weight_bytes": one.weight_bytes} | figures_of(one.costs, one.drafts)
+        arguments.json.write_text(json.dumps({"machine": describe_machine(), "weights": figures}, indent=2) + "\n")
+
+
+def measured(shapes: dict[str, ServedShape], arguments: argparse.Namespace) -> list[Measured]:
+    """Build one model, measure it in each mode of draft states, and free it.
+
+    Args:
+        shapes: Of one model, by the name of the mode.
+    """
+    shape = next(iter(shapes.values()))
+    model = model_of(shape)
+    num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+    num_prompt = shape.block_size * 9 // 8  # so that no block ends in the measured steps
+    costs = [
+        step_costs(model, one, arguments.rows, num_prompt, arguments.spread, arguments.waiting)
+        for one in shapes.values()
+    ]
+    drafts = [{} if arguments.no_drafts else draft_speeds(model, one, num_prompt, NUM_REPLY) for one in shapes.values()]
+    del model
+    free_memory()
+    return [Measured(shape.weights, num_bytes, *one) for one in zip(shapes, costs, drafts, strict=True)]
+
+
+def free_memory() -> None:
+    """Return the memory of deleted models to the GPU."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def figures_of(costs: Sequence[StepCost], drafts: dict[str, DraftSpeed]) -> dict[str, Any]:

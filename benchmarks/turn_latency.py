@@ -43,6 +43,7 @@ from loads.serving_engine import (
     Mode,
     ServedShape,
     add_shape_arguments,
+    add_weights_arguments,
     model_of,
     send,
     serving_engine,
@@ -352,6 +353,7 @@ def main() -> None:
     """Measure, print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
+    add_weights_arguments(parser)
     parser.add_argument("--recorded", type=Path, metavar="FILE", help="conversations of a recorded load")
     parser.add_argument("--only-cached", action="store_true", help="measure only the later turn with the full cache")
     parser.add_argument(
@@ -379,7 +381,7 @@ def main() -> None:
         with quiet_libraries(), own_warnings_hidden():
             times = by_new_tokens(model_of(shape), shape, num_cached, arguments.new_tokens)
         print(table_of_lengths(times))
-        write(arguments.json, {"machine": describe_machine(), "first tokens, ms": times})
+        write(arguments.json, {"machine": describe_machine(), "weights": shape.weights, "first tokens, ms": times})
         return
     with quiet_libraries(), own_warnings_hidden():
         model = model_of(shape)
@@ -391,7 +393,12 @@ def main() -> None:
         cold = cold_throughput(model, shape, replace(scale, rounds=rounds)) if is_cold_measured else None
     if cold is not None:
         print(f"\n{cold_sentence(cold)}")
-    figures = {"machine": describe_machine(), "later turns": asdict(latency), "nothing hits": cold and asdict(cold)}
+    figures = {
+        "machine": describe_machine(),
+        "weights": shape.weights,
+        "later turns": asdict(latency),
+        "nothing hits": cold and asdict(cold),
+    }
     write(arguments.json, figures)
 
 

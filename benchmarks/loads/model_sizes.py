@@ -185,7 +185,7 @@ MODEL_FIELDS: dict[str, dict[str, Any]] = {
         "head_dim": 16,
     },
 }
-"""Nano3 has the sizes of NVIDIA-Nemotron-3-Nano-30B-A3B; super those of NVIDIA-Nemotron-3-Super-120B-A12B and a quarter
-of its layers, which fit on one card; granite-small and -tiny those of granite-4.0-h-small (32B-A9B) and -tiny (7B-A1B);
-bamba those of Bamba-9B-v2; qwen36-27b and -35b those of Qwen3.6-27B and -35B-A3B, without images; qwen3-next those of
-Qwen3-Next-80B-A3B and half of its layers, which fit on one card."""
+"""Nano3 has the sizes of NVIDIA-Nemotron-3-Nano-30B-A3B and of Nemotron 3.5 Lightning; super those of
+NVIDIA-Nemotron-3-Super-120B-A12B and a quarter of its layers, which fit on one card; granite-small and -tiny those of
+granite-4.0-h-small (32B-A9B) and -tiny (7B-A1B); bamba those of Bamba-9B-v2; qwen36-27b and -35b those of Qwen3.6-27B
+and -35B-A3B, without images; qwen3-next those of Qwen3-Next-80B-A3B and half of its layers, which fit on one card."""

@@ -2,12 +2,13 @@
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
+from loads.random_codes import Weights, fill_quantized, formats_of
 from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from safetensors.torch import save_file
@@ -16,9 +17,10 @@ from torch import Tensor
 from megatron_mamba_cache.models.architecture import HybridArchitecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
 from megatron_mamba_cache.models.checkpoints.hugging_face import FAMILIES
-from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
+from megatron_mamba_cache.models.hybrid_model import build_hybrid_model, check_buildable
 from megatron_mamba_cache.models.parameter_shapes import filled_of
 from megatron_mamba_cache.models.placement import ModelFiller, stored_shape
+from megatron_mamba_cache.models.quantized_targets import QuantizedFiller, Ranks
 from megatron_mamba_cache.models.rank_shard import RankShard
 
 STD = 0.02
@@ -102,30 +104,70 @@ def _in_blocks(name: str, weight: Tensor) -> dict[str, Tensor]:
     return {part: tensor.cpu().contiguous() for part, tensor in stored.items()}
 
 
-def random_model(fields: dict[str, Any], dtype: torch.dtype) -> MambaModel:
-    """Build the model of a configuration on the current device, with the same weights as `write_checkpoint`."""
+def random_model(
+    fields: dict[str, Any], dtype: torch.dtype, weights: Weights = "bf16", *, quantizes_activations: bool = True
+) -> MambaModel:
+    """Build the model of a configuration on the current device; in bf16, with the weights of `write_checkpoint`.
+
+    Quantized weights never take the memory of bf16.
+
+    Args:
+        quantizes_activations: True to quantize the activations of prompt tokens, as published files say.
+    """
     family, architecture = described(fields)
-    model = build_hybrid_model(architecture, dtype)
-    filler = ModelFiller(
-        model,
-        family.placements_of(architecture),
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_tensor_model_parallel_world_size(),
-        RankShard.of_process(architecture).local_name,
+    check_buildable(architecture)
+    placements = family.placements_of(architecture)
+    formats = formats_of(complete(fields)["model_type"], architecture.pattern, placements, weights)
+    ranks = Ranks(
+        parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
     )
-    for name, tensor in random_tensors(family, architecture, str(next(model.parameters()).device)):
+    local_name = RankShard.of_process(architecture).local_name
+    shapes = _stored_shapes(family, architecture)
+    kept: set[str] = set()
+
+    def keep_quantized(model: MambaModel, device: torch.device) -> None:
+        filler = QuantizedFiller(
+            model,
+            placements,
+            formats,
+            shapes,
+            ranks,
+            local_name,
+            device,
+            quantizes_activations=quantizes_activations,
+        )
+        kept.update(filter(filler.takes, placements))
+
+    model = build_hybrid_model(architecture, dtype, keep_quantized if formats else None)
+    fill_quantized(model, STD, _residual_std(architecture))
+    others = {name: targets for name, targets in placements.items() if name not in kept}
+    filler = ModelFiller(model, others, ranks.rank, ranks.size, local_name)
+    for name, tensor in random_tensors(family, architecture, str(next(model.parameters()).device), kept):
         filler.fill(name, tensor)
     if unfilled := filler.unfilled():
         raise ValueError(f"no random weights were generated for {', '.join(unfilled)}")
     return model
 
 
-def random_tensors(family: ModuleType, architecture: HybridArchitecture, device: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and bf16 values of each tensor of a checkpoint, generated on `device`."""
+def random_tensors(
+    family: ModuleType, architecture: HybridArchitecture, device: str, left_out: Container[str] = ()
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and bf16 values of each tensor of a checkpoint, except those left out, generated on `device`."""
     generator = torch.Generator(device).manual_seed(0)
+    for name, shape in _stored_shapes(family, architecture).items():
+        if name not in left_out:
+            yield name, _random_tensor(name, shape, architecture, generator)
+
+
+def _stored_shapes(family: ModuleType, architecture: HybridArchitecture) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a checkpoint by name."""
     shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
-    for name, targets in family.placements_of(architecture).items():
-        yield name, _random_tensor(name, stored_shape(targets, shapes), architecture, generator)
+    return {name: stored_shape(targets, shapes) for name, targets in family.placements_of(architecture).items()}
+
+
+def _residual_std(architecture: HybridArchitecture) -> float:
+    """Return the standard deviation of weights whose outputs are added to the residual."""
+    return STD / math.sqrt(len(architecture.pattern))
 
 
 def _random_tensor(
@@ -145,7 +187,7 @@ def _random_tensor(
         return tensor.fill_(1.0)
     if "conv1d" in name:
         return tensor.zero_() if last == "bias" else tensor.uniform_(-0.5, 0.5, generator=generator)
-    std = STD / math.sqrt(len(architecture.pattern)) if name.endswith(_INTO_RESIDUAL) else STD
+    std = _residual_std(architecture) if name.endswith(_INTO_RESIDUAL) else STD
     return tensor.normal_(0.0, std, generator=generator)
 
 

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 import torch
 from loads.model_sizes import MODEL_FIELDS
-from loads.random_checkpoint import random_model
+from loads.random_checkpoint import complete, random_model
+from loads.random_codes import QUANTIZED_FAMILIES, WEIGHTS, Weights
 from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache import CacheConfig, build_engine
@@ -29,6 +30,8 @@ class ServedShape:
         prompt_tokens_with_decode: Maximum number of prompt tokens in a step with decoding requests; None: no limit.
         draft_states: How decode steps keep the states of drafts: as a window of states, or replayed from a ring.
         adaptive_drafts: If True, a step verifies only drafts that are likely to save time.
+        weights: Format of the weights; quantized ones are those of published files (`loads/random_codes.py`).
+        activation_dtype: "auto" quantizes the activations of prompt tokens, if the weights are in FP8.
     """
 
     fields: dict[str, Any]
@@ -45,6 +48,8 @@ class ServedShape:
     host_cache_gb: float | None = None
     draft_states: Literal["auto", "replay", "window"] = "auto"
     adaptive_drafts: bool = True
+    weights: Weights = "bf16"
+    activation_dtype: Literal["auto", "bf16"] = "auto"
 
     @property
     def vocab_size(self) -> int:
@@ -96,6 +101,24 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-graphs", type=int, metavar="N", help="number of batch sizes with CUDA graphs; 0: none")
 
 
+def add_weights_arguments(parser: argparse.ArgumentParser, nargs: Literal["+"] | None = None) -> None:
+    """Add the flags of the format of weights that `shape_of` reads.
+
+    Args:
+        nargs: "+" for a benchmark that compares several formats; the shape has the first one.
+    """
+    parser.add_argument(
+        "--weights",
+        choices=WEIGHTS,
+        nargs=nargs,
+        default=[WEIGHTS[0]] if nargs else WEIGHTS[0],
+        help="format of the weights" + (", each compared with the first one" if nargs else ""),
+    )
+    parser.add_argument(
+        "--activation-dtype", choices=("auto", "bf16"), default="auto", help="inputs of FP8 weights in prompts"
+    )
+
+
 def shape_of(
     parser: argparse.ArgumentParser, arguments: argparse.Namespace, limits: Mapping[str, Mapping[str, Any]]
 ) -> ServedShape:
@@ -108,16 +131,22 @@ def shape_of(
         parser.error(f"--shape {arguments.shape} needs a CUDA device; on a CPU take --shape tiny")
     given = {
         name: value
-        for name in ("state_gb", "kv_gb", "cache_gb", "block_size", "num_graphs")
-        if (value := getattr(arguments, name)) is not None
+        for name in ("state_gb", "kv_gb", "cache_gb", "block_size", "num_graphs", "activation_dtype")
+        if (value := vars(arguments).get(name)) is not None
     }
-    return replace(SHAPES[arguments.shape], **{**limits.get(arguments.shape, {}), **given})
+    weights = vars(arguments).get("weights", WEIGHTS[0])
+    formats = [weights] if isinstance(weights, str) else weights
+    shape = replace(SHAPES[arguments.shape], weights=formats[0], **{**limits.get(arguments.shape, {}), **given})
+    if set(formats) != {"bf16"} and complete(shape.fields)["model_type"] not in QUANTIZED_FAMILIES:
+        parser.error(f"--shape {arguments.shape} has only --weights bf16")
+    return shape
 
 
 def model_of(shape: ServedShape) -> Any:
     """Build the model in bf16 on a GPU, and in fp32 on a CPU, where bf16 is slow."""
     fields = shape.fields | {"max_position_embeddings": shape.max_length}
-    return random_model(fields, torch.bfloat16 if torch.cuda.is_available() else torch.float32)
+    dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return random_model(fields, dtype, shape.weights, quantizes_activations=shape.activation_dtype == "auto")
 
 
 def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfig:

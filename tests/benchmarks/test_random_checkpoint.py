@@ -8,6 +8,9 @@ import pytest
 import torch
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix
+from megatron_mamba_cache.mcore.linear import QuantizableLinear
+from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
 from megatron_mamba_cache.models.parameter_shapes import parameters_of
 from megatron_mamba_cache.models.shard_shape import shard_shape
 from tests.command_line.command_runs import REPOSITORY
@@ -72,6 +75,54 @@ def test_weights_of_every_model_family_are_initialized(checkpoints: Any, name: s
     for parameter_name, parameter in model.named_parameters():
         zero = parameter_name.endswith(("conv1d.bias", "expert_bias"))
         assert bool(parameter.isfinite().all()) and bool((parameter == 0).all()) == zero, parameter_name
+
+
+@pytest.mark.parametrize("weights", ["fp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["nano3", "qwen36-27b", "qwen36-35b", "qwen3-next"])
+def test_quantized_weights_have_the_spread_of_other_weights(checkpoints: Any, name: str, weights: str) -> None:
+    fields = fields_of(name) | {"hidden_size": 256, "vocab_size": 128} | SMALLER[name]
+    model = checkpoints.random_model(fields, torch.float32, weights)
+    matrices = [found for path, module in model.named_modules() for found in matrices_of(path, module)]
+    assert matrices
+    depth = len(checkpoints.described(fields)[1].pattern)
+    for path, matrix in matrices:
+        found, is_last = matrix.dequantized(torch.float32), path.endswith(("out_proj", "linear_proj", "linear_fc2"))
+        assert bool(found.isfinite().all()), path
+        assert found.std().item() == pytest.approx(checkpoints.STD / (depth**0.5 if is_last else 1), rel=0.1), path
+        assert abs(found.mean().item()) < 0.02 * checkpoints.STD, path
+
+
+def matrices_of(path: str, module: Any) -> list[tuple[str, QuantizedMatrix]]:
+    if isinstance(module, QuantizableLinear):
+        return [] if module.quantized is None else [(path, module.quantized)]
+    if isinstance(module, StackedExperts):
+        return [(f"{path}.{name}", module.weight(name)) for name in module.forms]
+    return []
+
+
+def test_formats_are_those_of_published_files(checkpoints: Any) -> None:
+    codes = import_module("loads.random_codes")
+
+    def formats(name: str, weights: str) -> dict[str, str]:
+        fields = fields_of(name)
+        family, architecture = checkpoints.described(fields)
+        names = family.placements_of(architecture)
+        found = codes.formats_of(checkpoints.complete(fields)["model_type"], architecture.pattern, names, weights)
+        assert found.keys() <= names.keys()
+        return {name: format.name for name, format in found.items()}
+
+    assert formats("nano3", "bf16") == {}
+    blocks = formats("qwen36-27b", "fp8")
+    assert set(blocks.values()) == {"FP8 in blocks of 128 x 128"} and len(blocks) == 48 * 3 + 16 * 4 + 64 * 3
+    assert len(formats("qwen36-35b", "nvfp4")) == 30 * 3 + 10 * 4 + 40 * 3 * 257
+    assert not any("in_proj_a" in name or "in_proj_b" in name or "gate." in name for name in blocks)
+    nano, lightning, experts = formats("nano3", "fp8"), formats("nano3", "nvfp4"), 23 * 2 * 128
+    assert set(nano.values()) == {"FP8 with a scale a tensor"} and len(nano) == experts + 23 * 2 + (23 - 6) * 2
+    assert [*lightning.values()].count("NVFP4") == experts and len(lightning) == experts + 23 * 2 + 23 * 2
+    kept = {int(name.split(".")[2]) for name in lightning.keys() - nano.keys()}
+    assert kept == {4, 11, 18, 25, 32, 41}  # right before the attention layers
+    with pytest.raises(ValueError, match=r"fp8 need one of the families .*, found bamba"):
+        formats("bamba", "fp8")
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 """The step benchmark with a tiny model: drafters, step times and fitted lines."""
 
+import json
 import time
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -45,6 +47,32 @@ def test_steps_of_each_batch_size_are_timed(step_cost: ModuleType, serving_engin
     costs = step_cost.step_costs(serving_engine.model_of(shape), shape, (1, 20), 72)
     assert [cost.num_rows for cost in costs] == [1, 20]
     assert all(cost.wall_ms > 0 for cost in costs)
+
+
+def test_each_format_of_weights_is_compared_with_the_first(
+    step_cost: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(step_cost, "NUM_STEPS", step_cost.PERIOD)
+    flags = ["--shape", "tiny", "--weights", "bf16", "fp8", "nvfp4", "--rows", "2", "--no-drafts", "--num-graphs", "0"]
+    monkeypatch.setattr("sys.argv", ["step_cost.py", *flags, "--json", str(tmp_path / "found.json")])
+    step_cost.main()
+    printed = capsys.readouterr().out
+    found = json.loads((tmp_path / "found.json").read_text())["weights"]
+    steps = {weights: modes["auto"]["steps"][0]["wall_ms"] for weights, modes in found.items()}
+    assert [*steps] == ["bf16", "fp8", "nvfp4"]
+    sizes = [modes["auto"]["weight_bytes"] for modes in found.values()]
+    assert sizes == sorted(sizes, reverse=True) and f"Weights: nvfp4, {sizes[2] / 1e9:.2f} GB." in printed
+    assert "| requests | fp8 / bf16, auto | nvfp4 / bf16, auto |" in printed
+    assert f"| 2 | {steps['fp8'] / steps['bf16']:.3f} | {steps['nvfp4'] / steps['bf16']:.3f} |" in printed
+
+
+def test_prompts_are_timed_with_quantized_weights(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, tiny = import_module("prefill"), serving_engine.SHAPES["tiny"]
+    monkeypatch.setattr(prefill, "NUM_ROUNDS", 1)
+    found = [prefill.prefill(replace(tiny, weights=weights), 2, 100) for weights in ("bf16", "fp8")]
+    assert [one.num_tokens for one in found] == [200, 200] and found[0].weight_bytes > 1.5 * found[1].weight_bytes
+    ratio = found[0].seconds[0] / found[1].seconds[0]
+    assert f"| {found[1].tokens_per_s:,.0f} | {ratio:.3f} |" in prefill.table(found)
 
 
 def test_requests_with_extra_outputs_are_timed(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
