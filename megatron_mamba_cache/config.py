@@ -88,16 +88,18 @@ class CacheConfig:
             and applies them to its state later; "window" stores the state after each draft; "auto" selects the faster
             method.
         align_prefill_chunks: True to end a prefill chunk on the last block boundary inside the step's token budget.
-        max_requests, max_tokens, max_sequence_length: Maximum number of running requests, tokens per step, and tokens
-            per request; the block tables for max_requests requests must have fewer than 2**28 entries.
-        max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step in which requests decode; None:
-            max_tokens.
-        ssm_state_dtype, conv_state_dtype: "model" (same dtype as the parameters), "fp32" or "bf16".
+        max_requests, max_tokens, max_sequence_length: Maximum numbers of running requests, of tokens per step, and of
+            tokens per request; the block tables for max_requests requests must have fewer than 2**28 entries.
+        max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step in which requests decode; None: no
+            limit other than max_tokens.
+        ssm_state_dtype, conv_state_dtype: Dtypes of live states: "model" (that of the parameters), "fp32" or "bf16".
         cached_state_dtype: Format of cached states: same as live states ("live"), or quantized to 8 bits ("int8").
         kv_cache_dtype: Format of cached keys and values: the dtype of the parameters ("auto"), or FP8 e4m3 ("fp8").
-        attention_backend: Library that computes attention; "auto" selects the first that supports the model.
+        attention_backend: Library that computes attention; "auto" selects the first installed library that supports the
+            model.
         num_cuda_graphs: Number of decode batch sizes, up to max_requests, that are captured as CUDA graphs.
-        cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096 or more.
+        cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096, or more for a small
+            model.
         run_ahead: True to launch a captured step before the preceding step's tokens are read by the host.
         resident_pools: True to keep the device memory and CUDA graphs of a suspended engine.
         rank_digest_steps: Number of steps between comparisons of the ranks' decisions; if decisions differ, an error is
@@ -286,8 +288,7 @@ def _rule_of(rule: Any) -> _Rule:
     if isinstance(rule, _Rule):
         return rule
     if isinstance(rule, range):
-        most = rule.stop
-        text = f"an int of at least 1 and below {most}" if rule.start else f"an int from 0 to {most - 1}"
+        text = f"an int from {rule.start} to {rule.stop - 1}"
         return _Rule(lambda value: type(value) is int and value in rule, text)
     if rule is bool:
         return _Rule(lambda value: type(value) is bool, "True or False")

@@ -77,7 +77,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
     missing = [flag for flag, value in given.items() if value is None]
     if arguments.model is not None:
         if len(missing) < len(given):
-            raise UsageError(f"--model cannot be combined with {' or '.join(given)}; give a model or its sizes")
+            raise UsageError(f"--model cannot be combined with {' or '.join(given)}; give the model or the bytes")
         formats = CacheConfig(
             cached_state_dtype=arguments.cached_state_dtype, kv_cache_dtype=arguments.kv_cache_dtype
         ).resolved()
@@ -97,7 +97,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
 
 
 def _sizes_of(directory: Path, block_size: int, formats: CacheConfig, log_level: str) -> CacheSizes:
-    """Return the bytes of a model's KV and states, in the formats that the settings give them."""
+    """Return the bytes of a model's KV blocks and states, stored in the formats of `formats`."""
     try:
         with quiet_libraries(log_level):
             _, shape = described_shape(directory)

@@ -55,12 +55,12 @@ def ready_model(
     dequantizes: bool = False,
     activation_dtype: ActivationDtype = "auto",
 ) -> ReadyModel:
-    """Load a model onto the current device, or build the random model if `directory` is None; disable TF32.
+    """Load a model onto the current device, or build the random model if `directory` is None. Disables TF32.
 
     Args:
         dtype: "fp32" or "bf16"; None for the dtype that `dtype_of_weights` returns.
         device: "cpu" or "cuda".
-        dequantizes: True to dequantize all weights; else those of bf16 models stay quantized where they can.
+        dequantizes: True to dequantize all weights; False: those of linear layers and experts stay quantized.
         activation_dtype: As in `load_hugging_face`.
 
     Raises:
@@ -101,10 +101,11 @@ def load_weights(
     dequantizes: bool = False,
     activation_dtype: ActivationDtype = "auto",
 ) -> LoadedModel:
-    """Load a model directory onto the current device; raise `UsageError` that begins with `flag` if that fails.
+    """Load a model directory onto the current device; on failure, raise `UsageError` that starts with `flag`.
 
-    `dtype` is "fp32" or "bf16"; None keeps the dtype of the checkpoint. `dequantizes`: True for no quantized weights.
-    `activation_dtype`: As in `load_hugging_face`.
+    Args:
+        dtype: "fp32" or "bf16"; None keeps the dtype of the checkpoint.
+        dequantizes, activation_dtype: As in `load_hugging_face`.
     """
     try:
         read_as = None if dtype is None else DTYPES[dtype]

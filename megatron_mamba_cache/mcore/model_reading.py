@@ -112,14 +112,14 @@ def _part_of(model: Any) -> _Part:
 
 
 def weights_of_token(model: Any) -> int:
-    """Return the number of weights in this rank's layers that one token uses, counting only its chosen experts."""
+    """Return the number of this rank's weights that one token uses, which excludes experts not chosen for the token."""
     found = _weights_of(model)
     return found.shared + (found.of_expert * model.config.moe_router_topk if found.of_expert else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """Numbers and bytes of the weights that all tokens use, and of one expert per layer, on this rank."""
+    """Numbers and bytes of weights on this rank: those that every token uses, and those of one expert per layer."""
 
     shared: int
     of_expert: int

@@ -115,7 +115,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return output
 
     def _marking_prompts(self) -> AbstractContextManager[None]:
-        """Context manager in which the quantized layers know the step's first prompt token."""
+        """Return a context in which quantized layers know the index of the step's first prompt token."""
         if self._prompt_tokens is None:
             return nullcontext()
         batch = self.inference_context.step.batch

@@ -48,7 +48,7 @@ class _OnMeta(TorchFunctionMode):
 
 
 class _MatricesOnMeta(TorchFunctionMode):
-    """Creates undefined tensors of two and more dimensions on the meta device."""
+    """Mode in which `torch.empty` creates tensors of two and more dimensions on the meta device."""
 
     def __torch_function__(
         self,
@@ -64,7 +64,7 @@ class _MatricesOnMeta(TorchFunctionMode):
 
 
 def _give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Replace parameters and buffers on the meta device by undefined ones on another."""
+    """Replace parameters and buffers on the meta device by uninitialized ones on `device`."""
     replaced: dict[int, Tensor] = {}
     for module in model.modules():
         for owned in (module._parameters, module._buffers):
@@ -114,12 +114,12 @@ def build_hybrid_model(
 ) -> MambaModel:
     """Build this rank's shard of the model, in eval mode, with uninitialized parameters.
 
-    Long because of Megatron's arguments. The model is split over Megatron's tensor-, pipeline- and expert-parallel
-    ranks. If `parallel_state` is not initialized, the model is built for a single process.
+    The model is split over Megatron's tensor-, pipeline- and expert-parallel ranks. If `parallel_state` is not
+    initialized, the whole model is built. Long because of Megatron's arguments.
 
     Args:
-        replace_weights: Called with the model, whose matrices have no memory yet, and its device: what it replaces
-            never takes memory in this dtype. None to replace nothing.
+        replace_weights: Function of the model and its device that replaces parameters, e.g. by quantized ones. It is
+            called before matrices have memory, so replaced ones never take memory. None: replace nothing.
 
     Raises:
         ValueError: If the layer pattern has an unknown symbol or lacks recurrent or attention layers, or if a

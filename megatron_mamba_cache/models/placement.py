@@ -209,7 +209,7 @@ class ModelFiller:
 
 
 def unstacked_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return the model's plain parameters by name, with stacks of experts replaced by the views of each expert."""
+    """Return the unquantized parameters by name; a parameter that stacks experts is replaced by one view per expert."""
     modules = dict(model.named_modules())
     found: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():

@@ -15,8 +15,8 @@ from .overlapped_step import CapturedStep
 
 
 def no_attention(*_: object) -> Tensor:
-    """Raise an error. Used as `attend` where no layer may run: in a graph replay or after the forward pass."""
-    raise CacheIntegrityError("a layer requested attention outside its step's forward")
+    """Raise `CacheIntegrityError`; used as `attend` if no layer may call attention, e.g. in a step run by a graph."""
+    raise CacheIntegrityError("a layer called attention outside the forward pass of its step")
 
 
 def any_sampled(draft_distributions: Sequence[Tensor | None]) -> bool:

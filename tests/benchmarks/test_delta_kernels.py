@@ -83,7 +83,7 @@ def test_a_wrong_replay_is_noticed(bench: Any) -> None:
         states.check(lambda tokens, *others: tokens.v)
 
 
-def test_gates_are_initialized_as_in_models(bench: Any) -> None:
+def test_gates_are_initialized_as_in_published_models(bench: Any) -> None:
     gates = bench.random_gates((2, 4096), "cpu")
     steps = torch.nn.functional.softplus(gates.dt_bias)
     assert gates.A_log.exp().min() > 0 and 15 < gates.A_log.exp().max() <= 16.01

@@ -55,7 +55,7 @@ def test_generate_reuses_fp8_keys_and_values(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(out.read_text())["summary"]["cached_tokens"] > 0
 
 
-def test_different_outputs_are_reported_without_failing(
+def test_different_outputs_after_quantization_are_reported_without_failing(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(generation, "first_difference", lambda *_: Difference(0, 1, 2, 3))

@@ -358,9 +358,9 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
     "k": (lambda t, p, r, w, n: (replace(t, k=t.k[:, :, :1]), p, r, w, n), "k must have"),
     "pool": (lambda t, p, r, w, n: (t, p[:, :, 1:], r, w, n), "the pool must have"),
     "ring_len": (lambda t, p, r, w, n: (t, p, r, w, 6), "power of two"),
-    "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "at least 13 positions"),
-    "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x.bfloat16()), w, n), "need x of the ring of"),
-    "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "need B of the ring of"),
+    "short ring": (lambda t, p, r, w, n: (t, p, r, w, 8), "must be at least 13 and"),
+    "x of the ring": (lambda t, p, r, w, n: (t, p, replace(r, x=r.x.bfloat16()), w, n), "x of the ring must be"),
+    "dtype of B": (lambda t, p, r, w, n: (t, p, replace(r, B=r.B.half()), w, n), "B of the ring must be"),
     "slots": (lambda t, p, r, w, n: (t, p, r, replace(w, slots=w.slots.long()), n), "slots must be int32"),
     "max_tokens": (lambda t, p, r, w, n: (t, p, r, replace(w, max_tokens=0), n), "max_tokens"),
 }

@@ -163,7 +163,7 @@ def check_waits(first: str, second: str) -> None:
 
 
 def fold_states(fold: Callable[..., None], pool_dtype: torch.dtype, *others: None) -> None:
-    """Launch boundary folds of one, few and many requests."""
+    """Launch boundary folds for one, few and many requests."""
     ring = poisoned_ring(1, 16, 4, SHAPE_8B, "cpu", (torch.bfloat16, torch.bfloat16))
     for number in (1, 5, 300):
         folds = BoundaryFolds(*(int32([0] * number, "cpu") for _ in range(5)))

@@ -117,7 +117,7 @@ def test_a_static_scheme_without_scales_is_dynamic(tmp_path: Path, caplog: pytes
 def test_bf16_activations_are_exact_and_other_values_are_refused(tmp_path: Path) -> None:
     checkpoint("qwen3_5-0", GROUPS, tmp_path)
     assert not quantizing_layers(load_hugging_face(tmp_path, activation_dtype="bf16"))
-    with pytest.raises(ValueError, match="activation_dtype is 'fp8'"):
+    with pytest.raises(ValueError, match="activation_dtype must be 'auto' or 'bf16', found 'fp8'"):
         load_hugging_face(tmp_path, activation_dtype="fp8")  # type: ignore[arg-type]
 
 

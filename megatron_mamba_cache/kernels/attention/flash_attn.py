@@ -46,7 +46,7 @@ class _FlashAttention(ABC):
 
     @abstractmethod
     def _planned(self, rows: AttentionRows) -> _Attention:
-        """Return the library's function, bound to the step's requests; its queries must not contain padding."""
+        """Bind the library's function to the step's requests; the result takes queries without padding tokens."""
 
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Return the attention function for the step; each layer calls it."""
@@ -69,7 +69,7 @@ class FlashAttention3(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if shape.has_fp8_kv:
             return _NO_FP8
         if not is_installed("flash_attn_interface"):
@@ -102,7 +102,7 @@ class FlashAttention2(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if shape.has_fp8_kv:
             return _NO_FP8
         if not is_installed("flash_attn"):
@@ -133,7 +133,7 @@ class TorchVarlenAttention(_FlashAttention):
 
     @staticmethod
     def refusal(shape: AttentionShape) -> str | None:
-        """Return the reason why the backend does not support the model; None if it does."""
+        """Return why the backend does not support the model, or None if it does."""
         if shape.has_fp8_kv:
             return _NO_FP8
         if _varlen_attn() is None:

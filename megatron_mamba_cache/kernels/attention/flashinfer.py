@@ -1,14 +1,11 @@
 """Attention backend that uses FlashInfer's paged prefill kernels for decode, verify and prefill requests.
 
-Each step makes two calls: one for its decode requests and one for its prompts. The kernel "fa2" splits a request's KV
-over several multiprocessors, so that requests with few query tokens use the whole GPU. But all requests in a call share
-one tile size: a prompt in the decode call would make the tiles eight times too large and would disable the split. The
-kernel "fa3" is 1.6 times as fast for prompts, but each of its programs reads the whole KV for 128 query tokens and one
-head. If this gives fewer programs than multiprocessors, a CUDA graph splits the prompts' history into pieces
-(`split_prompts`). Before FlashInfer 0.6, "fa3" uses 32-bit offsets in units of 16 bytes, so it silently reads wrong
-blocks beyond 64 GiB; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens use "fa2".
-Larger graphs use "fa3" and are skipped, if allowed, in steps whose prompts use such a block.
-Only "fa2" reads FP8 keys and values with 16-bit queries, so it then computes prompts too.
+A step makes one call for its decode requests and one for its prompts. The kernel "fa2" splits a request's KV over
+several multiprocessors, so that requests with few query tokens use the whole GPU. But all requests in a call share one
+tile size: a prompt in the decode call would make the tiles eight times too large and would disable the split. The
+kernel "fa3" is 1.6 times as fast as "fa2" for prompts, but each of its programs reads the whole KV for 128 query tokens
+and one head. If that leaves multiprocessors idle, CUDA graphs split the prompts' history into pieces (`split_prompts`).
+With an FP8 KV cache, prompts also use "fa2", because "fa3" does not support 16-bit queries with FP8 keys and values.
 
 In FlashInfer releases before 0.6, "fa3" has 32-bit offsets in units of 16 bytes. For KV blocks beyond 64 GiB it
 therefore silently reads wrong data; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens
@@ -54,8 +51,8 @@ _ALIGNMENT = 16
 _PLAN_GRAIN = 64 * 2**10
 _MOST_SHORT_QUERIES = 16  # maximum number of query tokens for a request in the decode call
 _FA3_TILE = 128  # number of query tokens per "fa3" program
-_LEAST_LEFT_OUT = 1025  # minimum prompt tokens to skip a graph; eager steps with fewer are much slower
-_FA3_BYTES = 2**32 * 16  # bytes addressable by "fa3" before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
+_LEAST_LEFT_OUT = 1025  # minimum prompt tokens to skip a graph; with fewer, eager mode is much slower
+_FA3_BYTES = 2**32 * 16  # bytes that "fa3" can address before 0.6; see FlashInfer 0.5.3, hopper/block_sparse_gather.cuh
 _FA3_READS_ALL = Version("0.6")
 
 

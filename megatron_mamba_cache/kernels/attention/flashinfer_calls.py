@@ -99,10 +99,10 @@ class PagedAttention:
         scales: KVScales = UNSCALED,
         lse: Tensor | None = None,
     ) -> None:
-        """Compute attention for the planned tokens into `out`; write the log2 softmax sums to `lse`, if given.
+        """Write attention for the planned tokens to `out` and, if given, log2 of their softmax sums to `lse`.
 
-        The key scale multiplies the softmax scale. FlashInfer multiplies the result by a value scale other than 1.0 in
-        another launch.
+        FlashInfer multiplies the softmax scale by the key scale, and the result by the value scale; the latter takes
+        another launch unless the scale is 1.0.
         """
         options: dict[str, Any] = {} if lse is None else {"lse": lse, "return_lse": True}
         if self._shape.has_fp8_kv:

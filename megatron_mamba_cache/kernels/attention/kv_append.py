@@ -68,13 +68,13 @@ def append_kv(
     The function is long because all of its arguments are documented.
 
     Args:
-        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches, or divided by the
-            scale and rounded if that is FP8.
+        key, value: [tokens, kv_heads, dim], channels contiguous; cast to the dtype of the caches; for FP8,
+            divided by the scale first.
         k_cache, v_cache: [blocks, block_size, kv_heads, dim] with equal strides; the heads of a token are contiguous.
         token_block: [tokens] int32 or int64 block ids; tokens with a negative id are skipped. No two tokens may have
             the same target, except in blocks that are never read.
         token_offset: [tokens] int32 or int64 positions within the block.
-        query: [padded tokens, kv_heads, queries, dim], the queries of one KV head contiguous; None: do not pack.
+        query: [padded tokens, kv_heads, queries, dim], the queries of one KV head contiguous; None: no queries.
         scales: Scales of FP8 caches.
 
     Returns:

@@ -86,7 +86,7 @@ class CachingMixer:
 
     @property
     def num_mixed_channels(self) -> int:
-        """Channels that `out_proj` reads on this rank."""
+        """Number of input channels of `out_proj` on this rank."""
         raise NotImplementedError
 
     def mix_prefill(self, projected: Tensor, states: LayerStates, rows: PrefillBatch) -> Tensor:

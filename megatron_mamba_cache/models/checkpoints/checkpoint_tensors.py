@@ -130,8 +130,8 @@ class CheckpointTensors:
     Attributes:
         names: Tensor name → file that contains the tensor or, for a quantized weight, its codes.
         shapes: Tensor name → its shape.
-        quantized: Names of quantized weights → their parts.
-        other_scales: Names of the scales of the KV cache, and of activations that are not quantized by them.
+        quantized: Name of each quantized weight → its format and the names of its parts.
+        other_scales: Names of scales of the KV cache, and of unused scales of activations.
 
     Raises:
         ValueError: For the same reasons as `SafetensorsFiles`, or if a weight is stored twice.
@@ -171,11 +171,11 @@ class CheckpointTensors:
         like: Callable[[str], Tensor],
         coded_on: Callable[[str], torch.device | None] = lambda _: None,
     ) -> Iterator[tuple[str, Tensor | CodedTensor]]:
-        """Yield each wanted name with its tensor. Unquantized tensors are on the CPU; no reference is kept here.
+        """Yield each name in `wanted` with its tensor, and keep no reference to it. Unquantized tensors are on the CPU.
 
         Args:
-            like: Maps a name to a tensor that has the dtype and device for the dequantized weight.
-            coded_on: Maps a name to the device for a weight that stays quantized; None for others.
+            like: Maps a name to a tensor whose dtype and device are used for the dequantized weight.
+            coded_on: Maps a name to the device of the codes if the weight stays quantized, else to None.
         """
         by_first = {stored[0]: name for name, stored in self._stored.items() if name in wanted}
         for first, parts in self._files.tensors({first: self._stored[name] for first, name in by_first.items()}):
@@ -185,14 +185,14 @@ class CheckpointTensors:
                 yield name, parts.pop(first)
             else:
                 yield name, weight.values(parts, like(name)) if device is None else weight.coded(parts, device)
-            del parts  # otherwise they stay in memory while the next tensors are read
+            del parts  # otherwise these tensors stay in memory while the next are read
 
     def as_stored(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return tensors of the files by name, on the CPU."""
+        """Return these tensors by name, on the CPU and as they are stored."""
         return {name: found[name] for name, found in self._files.tensors({name: (name,) for name in names})}
 
     def quantized_summary(self, used: Collection[str]) -> str:
-        """Describe the number, formats and bytes of the quantized weights among these names; empty without any."""
+        """Return text with the number, formats and bytes of the quantized weights in `used`; "" if there are none."""
         weights = [self.quantized[name] for name in used if name in self.quantized]
         counts = Counter(weight.format.name for weight in weights)
         num_bytes = sum(self._bytes_of(part) for weight in weights for part in weight.parts)

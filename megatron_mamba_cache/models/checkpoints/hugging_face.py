@@ -25,7 +25,7 @@ from .quantization_config import QuantizationConfig
 from .stored_names import OtherNames, StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
 
 ActivationDtype = Literal["auto", "bf16"]
-"""Dtype of the inputs of FP8 weights in prompts: the file's scheme, or bf16."""
+"""Inputs of FP8 weights for prompt tokens: quantized as the checkpoint says ("auto"), or bf16."""
 
 FAMILIES: dict[str, ModuleType] = {
     "nemotron_h": nemotron_h,
@@ -122,7 +122,7 @@ class LoadedModel:
     """A model with loaded weights, its architecture, and the directory of its files.
 
     Args:
-        quantized: Summary of the quantized tensors in the files, printed at start-up; empty if there are none.
+        quantized: Text about the quantized tensors in the files, printed at start-up; "" if there are none.
         num_kept: Number of these tensors that stay quantized in memory.
     """
 
@@ -152,17 +152,17 @@ def load_hugging_face(
 ) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
-    The tensors that this rank needs are read one at a time and cut to the shard of the rank. Linear layers and experts
-    that are stored in FP8, NVFP4 or MXFP4 stay quantized in memory if the dtype is bfloat16; other quantized tensors
-    are dequantized. If `source` is not a directory, it is the name of a model, which huggingface_hub, if installed,
-    finds in its local cache or downloads.
+    Each tensor that this rank needs is read and reduced to the rank's shard before the next is read. If the dtype is
+    bfloat16, weights of linear layers and experts that are stored in FP8, NVFP4 or MXFP4 stay quantized in memory;
+    all other quantized tensors are dequantized. If `source` is not a directory, it is a model name on the Hugging Face
+    hub; huggingface_hub, which must be installed, finds the model in its cache or downloads it.
 
     Args:
-        dtype: Dtype of the weights; None: bfloat16 if config.json says that they are bfloat16 or quantized, else
-            float32.
+        dtype: Dtype of the weights. None selects bfloat16 if config.json says that the weights are bfloat16 or
+            quantized, and float32 otherwise.
         dequantizes: True to dequantize all weights.
-        activation_dtype: "auto" quantizes the activations of prompt tokens to FP8 in linear layers of FP8 weights, by
-            the scheme in config.json; "bf16" quantizes none.
+        activation_dtype: "auto": linear layers with FP8 weights quantize the activations of prompt tokens to FP8, if
+            config.json says so; "bf16": activations are not quantized.
 
     Raises:
         ValueError: If a file or tensor is missing, damaged, unexpected, of the wrong shape or not supported; the
@@ -190,13 +190,13 @@ def load_hugging_face(
     filling.fill()
     set_kv_scales(filling.model, kv_scales, RankShard.of_process(architecture).local_name)
     if unfilled := filling.unfilled():
-        raise ValueError(f"{directory}: the checkpoint leaves {listed(unfilled)} of the model without values")
+        raise ValueError(f"{directory}: the checkpoint does not contain values for {listed(unfilled)}")
     return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements), filling.num_kept)
 
 
 def _quantizes_activations(activation_dtype: str) -> bool:
     if activation_dtype not in ("auto", "bf16"):
-        raise ValueError(f"activation_dtype is {activation_dtype!r}; it must be 'auto' or 'bf16'")
+        raise ValueError(f"activation_dtype must be 'auto' or 'bf16', found {activation_dtype!r}")
     return activation_dtype == "auto"
 
 

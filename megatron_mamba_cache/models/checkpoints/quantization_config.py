@@ -173,9 +173,8 @@ def _of_transformers(fields: CheckpointConfig) -> tuple[WeightFormat, ...]:
     fields.one_of("scale_fmt", ("float", "ue8m0"), "float")
     activations: Activations = "static" if fields.equals("activation_scheme", "static", "dynamic") else "dynamic"
     if not fields.has("weight_block_size"):
-        return fp8(None, None, activations), fp8(
-            _BLOCK, _BLOCK, activations
-        )  # the default differs between tools, so the shape of the scales decides
+        # The default differs between tools, so the shape of the scales decides.
+        return fp8(None, None, activations), fp8(_BLOCK, _BLOCK, activations)
     return (fp8(*fields.pair("weight_block_size"), activations),)
 
 
@@ -220,7 +219,7 @@ def _of_group(group: CheckpointConfig) -> WeightFormat:
 
 
 def _activations_of(group: CheckpointConfig) -> Activations:
-    """Return how a config group quantizes activations; those of 8-bit floats only, others stay as they are."""
+    """Return how a config group quantizes activations; formats other than FP8 count as "none"."""
     fields = group.section("input_activations")
     is_float = fields.equals("num_bits", 8, None) and fields.equals("type", "float", "float")
     if not is_float:

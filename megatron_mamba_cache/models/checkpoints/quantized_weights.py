@@ -34,8 +34,8 @@ class WeightFormat:
         scale_types: Allowed types of the scales. "U8" holds exponents of 2 with a bias of 127.
         rows, columns: Shape of the block that shares a scale; None for the whole length. The last block may be smaller.
         has_global: True if each matrix has a second scale, which applies to all its blocks.
-        activations: How activations were quantized: not at all ("none"), or to FP8 with scales that follow from them
-            ("dynamic") or from the file ("static").
+        activations: Quantization of the weight's inputs: "none", or FP8 with scales that are computed from the inputs
+            ("dynamic") or stored in the checkpoint ("static").
     """
 
     name: str
@@ -67,7 +67,7 @@ class WeightFormat:
 
 
 def fp8(rows: int | None, columns: int | None, activations: Activations = "none") -> WeightFormat:
-    """Return an FP8 (e4m3) format with one scale per `rows` x `columns` block; None for all rows or all columns."""
+    """Return the FP8 (e4m3) format with a scale per `rows` x `columns` block; None means all rows or all columns."""
     if columns is None:
         name = f"FP8 with a scale a {'tensor' if rows is None else 'row'}"
     else:

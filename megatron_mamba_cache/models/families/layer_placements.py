@@ -57,7 +57,7 @@ def _attention_placements(architecture: HybridArchitecture, layer: int, prefix: 
     of_group = parts_of_a_head * attention.num_heads // attention.num_kv_heads + 2
 
     def by_group(qkv: Tensor) -> Tensor:
-        num_heads = min(len(qkv) // attention.head_dim, of_group)  # fewer if several ranks share a KV head
+        num_heads = min(len(qkv) // attention.head_dim, of_group)  # smaller if several ranks share a KV head
         return qkv.view(-1, num_heads, attention.head_dim, qkv.shape[-1])
 
     def queries(qkv: Tensor) -> Tensor:

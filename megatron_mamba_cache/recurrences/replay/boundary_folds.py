@@ -91,17 +91,13 @@ def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, blo
 
 
 def fold_boundaries(
-    ssm_pools: Tensor,
-    rings: ReplayRing,
-    rows: BoundaryFolds,
-    ring_len: int,
-    quantized: QuantizedStates | None = None,
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
     """Write each request's state after its first `ends` tokens to its target slot, in all layers, in place.
 
-    The state is the request's base and the ring entries from `folded` to `ends`, folded as the replay does: at a
-    multiple of the ring's length it is bit-equal to the base of a later step, unless it is quantized. A request without
-    a target or slot writes nothing. Every other slot stays as it is.
+    Ring entries from `folded` to `ends` - 1 are applied to the base as in a replayed step. If `ends` is a multiple of
+    `ring_len`, the state is bit-identical to the base of a later step, unless it is quantized. A request without a
+    target or slot writes nothing. All other slots are unchanged.
 
     Args:
         ssm_pools: [layers, slots, heads, d_state, head_dim]; each slot is contiguous within a layer.
@@ -159,8 +155,7 @@ def _fold_boundaries_kernel(
     programs = tl.num_programs(0)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS
-    ROWS_OF_STATE: tl.constexpr = triton.next_power_of_2(D_STATE)
-    n = tl.arange(0, ROWS_OF_STATE)
+    n = tl.arange(0, triton.next_power_of_2(D_STATE))
     has_n = n < D_STATE
     turn = tl.program_id(0)
     for first_row in range(0, num_rows, ROWS):
@@ -191,9 +186,8 @@ def _fold_boundaries_kernel(
                     b = ring.B + layer * layers.B + ring_number * ring.B_ring + head // HEADS_A_GROUP * D_STATE + n
                     steps = ring.steps + layer * layers.steps + ring_number * ring.steps_ring + head
                     state = fold_entries(
-                        state, pool, x, b, steps, ring, folded, end, has_n, has_p,
-                        HEADS, CAPACITY, X_CAPACITY, RING,
-                    )  # fmt: skip
+                        state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
+                    )
                     if quantized is None:
                         tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
                     else:
@@ -202,11 +196,7 @@ def _fold_boundaries_kernel(
 
 
 def fold_portably(
-    ssm_pools: Tensor,
-    rings: ReplayRing,
-    rows: BoundaryFolds,
-    ring_len: int,
-    quantized: QuantizedStates | None,
+    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None
 ) -> None:
     """Fold with the Triton kernel, which supports all shapes; `fold_boundaries` checks the arguments."""
     _fold_boundaries_kernel[(resident_programs(ssm_pools.device, PROGRAMS_PER_SM),)](

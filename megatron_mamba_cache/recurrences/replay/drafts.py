@@ -16,8 +16,8 @@ from ..window import accepted_columns, columns_of
 from .boundary_folds import fold_boundaries, plan_boundary_folds
 from .ring import BoundaryFolds, ReplayRing
 
-_CONV, _STATE = 0, 1  # the tensors of the pool's one group
-_STEP_VALUES = 2  # the factor of x, and the log decay
+_CONV, _STATE = 0, 1  # indices of the tensors in the pool's only state group
+_STEP_VALUES = 2  # number of values per head and token: the factor of x, and the log decay
 
 
 class ReplayedLayer(NamedTuple):
@@ -39,7 +39,7 @@ class ReplayedLayer(NamedTuple):
 
 
 class ReplayStorage:
-    """Draft states that are replayed, of a pool whose one group has a conv window and a matrix; a `DraftStorage`.
+    """`DraftStorage` that recomputes draft states from rings; the pool has one group, of a conv window and a matrix.
 
     Args:
         live: Live states of the pool.
@@ -48,13 +48,7 @@ class ReplayStorage:
         draft_inputs: [layers, rings, drafts, conv_dim]; None if no drafts are allowed.
     """
 
-    def __init__(
-        self,
-        live: StoredStates,
-        rings: ReplayRing,
-        ring_len: int,
-        draft_inputs: Tensor | None,
-    ) -> None:
+    def __init__(self, live: StoredStates, rings: ReplayRing, ring_len: int, draft_inputs: Tensor | None) -> None:
         self._live = live
         self._rings = rings
         self._ring_len = ring_len
@@ -97,15 +91,16 @@ class ReplayStorage:
 
 @dataclass(frozen=True, slots=True)
 class RingLayout:
-    """One request's ring over the recurrent layers of this rank, and the conv inputs of its drafts.
+    """Layout of one request's ring over all recurrent layers on this rank, and of the conv inputs of its drafts.
 
     The conv inputs are not in the slots, so the size of a slot does not depend on the number of drafts.
 
     Args:
-        capacity, x_capacity: Positions of a ring, and of x in it.
-        x_dtype, key_dtype: Of x, and of B.
-        conv_dim, conv_dtype: Of the convolution's inputs.
-        num_drafts: The most drafts of a step.
+        capacity: Number of positions in a ring for B and the time steps.
+        x_capacity: Number of positions in a ring for x.
+        x_dtype, key_dtype: Dtypes of x and of B.
+        conv_dim, conv_dtype: Number of channels and dtype of the conv inputs.
+        num_drafts: Maximum number of drafts per step.
     """
 
     num_layers: int
@@ -123,12 +118,12 @@ class RingLayout:
 
     @property
     def steps_dtype(self) -> torch.dtype:
-        """The dtype of time steps: float32, or float64 where the model is."""
+        """Dtype of the stored time steps: float64 if x is float64, else float32."""
         return torch.float64 if self.x_dtype == torch.float64 else torch.float32
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of a ring and its drafts' conv inputs over all layers."""
+        """Size in bytes of one ring and its conv inputs of drafts, over all layers."""
         of_x = self.x_capacity * self.heads * self.head_dim * self.x_dtype.itemsize
         keys = self.groups * self.d_state * self.key_dtype.itemsize
         steps = _STEP_VALUES * self.heads * self.steps_dtype.itemsize

@@ -1,7 +1,7 @@
-"""Folds of ring entries into a state, in Triton, for every shape and device.
+"""Fold ring entries into a state, in Triton, for every shape and device.
 
-Token by token, S = exp(decay) S + B (dt x) for each entry. Every kernel that folds this way gives the same bits: an
-element's operations do not depend on the tile.
+Each entry advances the state by one token: S = exp(decay) * S + B (factor * x). All kernels that fold in this way
+compute bit-identical states, because the arithmetic for an element does not depend on the tile.
 """
 
 import triton
@@ -12,19 +12,10 @@ from ...kernels.kernel_language import only_if
 
 @triton.jit
 def _load_entry(
-    x,
-    b,
-    steps,
-    ring,
-    position,
-    end,
-    has_n,
-    has_p,
-    HEADS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    X_CAPACITY: tl.constexpr,
-):
-    """Load x, B, the time step and its product with A of one head at a position; zeros from `end` on."""
+    x, b, steps, ring, position, end, has_n, has_p,
+    HEADS: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr,
+):  # fmt: skip
+    """Load the ring entry of one head at `position`: x, B, factor and decay; zeros from position `end` on."""
     exists = position < end
     index = position % CAPACITY
     values = tl.load(x + position % X_CAPACITY * ring.x_stride, mask=only_if(exists, has_p), other=0.0)
@@ -36,28 +27,16 @@ def _load_entry(
 
 @triton.jit
 def fold_entries(
-    state,
-    pool,
-    x,
-    b,
-    steps,
-    ring,
-    position,
-    end,
-    has_n,
-    has_p,
-    HEADS: tl.constexpr,
-    CAPACITY: tl.constexpr,
-    X_CAPACITY: tl.constexpr,
-    RING: tl.constexpr,
-):
-    """Return float32 `state` [d_state, width] after a ring's entries from `position` to `end`.
+    state, pool, x, b, steps, ring, position, end, has_n, has_p,
+    HEADS: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
+):  # fmt: skip
+    """Fold the ring entries from `position` to `end` - 1 into the float32 `state` [d_state, width], and return it.
 
-    It is rounded to the pool's dtype at every multiple of RING on the way, and nowhere else.
+    `state` is cast to the pool's dtype at every multiple of RING, and nowhere else.
 
     Args:
-        x, b, steps: Where the head's inputs at index 0 of the ring are.
-        has_n, has_p: Which rows and columns of the state exist.
+        x, b, steps: Pointers to the head's inputs at index 0 of the ring.
+        has_n, has_p: Masks of the rows and columns that exist in the state.
     """
     entry = _load_entry(x, b, steps, ring, position, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
     following = _load_entry(x, b, steps, ring, position + 1, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
@@ -65,11 +44,11 @@ def fold_entries(
         until = tl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
             values, keys, dt, decay = entry
-            # Prefetched two tokens ahead: a token's arithmetic is shorter than a load.
+            # Load two tokens ahead, because the arithmetic for one token takes less time than a load.
             entry = following
             following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
             increment = keys.to(tl.float32)[:, None] * (dt * values.to(tl.float32))[None, :]
-            # Fused by hand: the compiler's choice may differ between compiled variants.
+            # Explicit fma, because the compiler may fuse differently in each compiled variant.
             state = tl.fma(tl.exp(decay), state, increment)
         if until % RING == 0:
             state = state.to(pool.dtype.element_ty).to(tl.float32)

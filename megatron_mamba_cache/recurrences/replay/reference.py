@@ -1,4 +1,4 @@
-"""References of folds and of the plan of boundary folds: torch only, without a host sync, in float64 as well."""
+"""Torch references for folds and their plan, token by token; they support float64 and do not synchronize on a GPU."""
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from .ring import BoundaryFolds, ReplayRing
 def fold_boundaries_ref(
     ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
-    """Torch twin of `fold_boundaries`."""
+    """Torch reference for `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
     targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
@@ -29,7 +29,7 @@ def fold_boundaries_ref(
 
 
 def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int, block_size: int) -> BoundaryFolds:
-    """Torch twin of `plan_boundary_folds`."""
+    """Torch reference for `plan_boundary_folds`."""
     running = align.computed + align.scheduled - align.drafts
     end = (running + align.accepted.to(torch.int32).clamp_min(1) - 1) // block_size * block_size
     reached = (align.targets != PAD_SLOT) & (rows.slots != PAD_SLOT) & (end >= running) & (end > 0)
@@ -46,7 +46,7 @@ def folded(
     ends: Tensor,
     ring_len: int,
 ) -> Tensor:
-    """Return the states after the ring's entries up to `ends`, rounded as stored at every multiple of `ring_len`."""
+    """Return the states after the ring entries before `ends`, rounded to `stored` at every multiple of `ring_len`."""
     is_row = rows.slots != PAD_SLOT
     for i in range(most(ends - rows.folded, is_row, ring.capacity)):
         position = rows.folded + i
@@ -58,12 +58,12 @@ def folded(
 
 
 def most(counts: Tensor, is_row: Tensor, bound: int) -> int:
-    """Return the most tokens of any request; on a GPU the bound, because reading the counts would wait."""
+    """Return the largest count, at most `bound`; on a GPU return `bound`, because reading the counts would wait."""
     return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 
 
 def advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, exists: Tensor) -> Tensor:
-    """Return states [requests, heads, d_state, head_dim] after the token at `position`, or unchanged."""
+    """Return states [requests, heads, d_state, head_dim] advanced by the token at `position`, if it exists."""
     number, index = torch.where(exists, rings, 0).to(torch.int64), position.to(torch.int64) % ring.capacity
     dtype, heads = states.dtype, states.shape[1]
     x = ring.x[number, position.to(torch.int64) % ring.x_capacity].to(dtype)
@@ -75,12 +75,12 @@ def advanced(states: Tensor, ring: ReplayRing, rings: Tensor, position: Tensor, 
 
 
 def append(held: Tensor, values: Tensor, buffers: Tensor, position: Tensor, exists: Tensor) -> None:
-    """Write values to one tensor of the rings, in place; where there is no token, write the first one again.
+    """Write values to one tensor of the rings, in place; nonexistent tokens are replaced by copies of an existing one.
 
     Args:
-        held: [rings, positions, ...].
-        values: [n, ...].
-        buffers, position, exists: [n]; the ring of each token, its position there, and True for real ones.
+        held: [rings, positions, ...]; modified.
+        values, buffers, position, exists: [n, ...] and [n]; for each token its value, its ring, its position in the
+            request, and False if it is padding.
     """
     redirect = redirect_padding(exists)
     number = torch.where(exists, buffers, 0).index_select(0, redirect).to(torch.int64)

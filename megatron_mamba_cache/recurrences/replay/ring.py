@@ -21,14 +21,18 @@ LEAST_RING_LEN = 4
 class ReplayRing:
     """Rings of one layer, or of all layers if a layer dimension precedes the others; any stride between positions.
 
-    Position p of x is at index p % x_capacity. A step appends B and time steps before it folds, but x after it has
-    folded, so x needs fewer positions.
+    To fold an entry is S = exp(decay) * S + B (factor * x). Mamba2 stores its x and B, and in `steps` the factor dt and
+    the decay dt * A. Gated DeltaNet stores as x the corrected values w of `gated_delta.replay.factors`, as B the keys,
+    and in `steps` 1 and its log decays.
+
+    Position p of x is at index p % x_capacity. A step appends B and `steps` before it folds, but x after it has folded,
+    so x needs fewer positions.
 
     Args:
         x: [rings, x_capacity, heads, head_dim], contiguous within a position.
         B: [rings, capacity, groups, d_state], contiguous within a position.
-        steps: [rings, capacity, 2, heads], contiguous within a position; time steps dt after softplus and limits, then
-            dt * A. float32, or float64 if x is float64.
+        steps: [rings, capacity, 2, heads], contiguous within a position; the factor (for Mamba2 the time step after
+            softplus and limits), then the decay. float32, or float64 if x is float64.
     """
 
     x: Tensor
@@ -97,10 +101,10 @@ def check_ring_len(ring_len: int) -> None:
 
 
 def check_ring(ring: ReplayRing, x: Tensor, B: Tensor, ring_len: int, max_tokens: int) -> None:
-    """Raise a ValueError unless `ring` has room for a step of at most `max_tokens` tokens per request.
+    """Raise a `ValueError` unless the ring matches `x` and `B` and has space for steps of `max_tokens` per request.
 
     Args:
-        x, B: Packed values and keys as the ring holds them, [tokens, ...].
+        x, B: [tokens, heads, head_dim] and [tokens, groups, d_state]; packed tokens with the ring's dtypes.
     """
     check_ring_len(ring_len)
     heads, head_dim = x.shape[1:]

@@ -1,4 +1,4 @@
-"""Reference of replayed states, token by token: torch only, without a host sync, in float64 as well."""
+"""Torch reference for replayed states, one token at a time; it supports float64 and does not synchronize on a GPU."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ..inputs import EPS, DeltaTokens, GateWeights, write_strengths
 def delta_replay_ref(
     tokens: DeltaTokens, gates: GateWeights, pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
-    """Torch twin of `delta_replay`.
+    """Torch reference for `delta_replay`.
 
     Returns:
         [tokens, value heads, value_dim] in v's dtype; zeros past the last request.

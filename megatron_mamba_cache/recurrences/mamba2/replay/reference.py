@@ -1,4 +1,4 @@
-"""Reference of replayed states, token by token: torch only, without a host sync, in float64 as well."""
+"""Torch reference for replayed states, one token at a time; it supports float64 and does not synchronize on a GPU."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""The choice of the kernel that replays states, and its tiling."""
+"""Choose the kernel that replays states, and its tiling."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ from ..inputs import SSMTokens
 _LARGEST_MULTIPLIED = 128
 """Largest d_state that the "mma" kernel supports."""
 _MOST_SUMMED = 3
-"""The most tokens of a request for which sums with float32 states are faster than mma."""
+"""Maximum number of tokens per request for which "sums" is faster than "mma" with float32 states."""
 
 
 @dataclass(frozen=True, slots=True)
