@@ -1,4 +1,4 @@
-"""Weights of a model that stay quantized: which ones can, and how a checkpoint's tensors fill them."""
+"""Select the weights of a model that stay quantized, and fill them from the tensors of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,21 +19,24 @@ _SCALE_DTYPES = {NVFP4: torch.float8_e4m3fn, MXFP4: torch.float8_e8m0fnu}
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This tensor-parallel rank, and how many there are."""
+    """Index of this tensor-parallel rank, and the number of ranks."""
 
     rank: int
     size: int
 
     def local(self, placement: Placement, tensor: Tensor) -> Tensor:
-        """Return the rank's share of what a placement takes of a checkpoint tensor."""
+        """Return this rank's shard of the part of a checkpoint tensor that the placement selects."""
         return placement.split.local(placement.select(tensor), self.rank, self.size)
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A checkpoint tensor that goes to a weight, its format without activations, and how activations are quantized.
+    """A checkpoint tensor that is copied to a weight.
 
-    The format is None if it is not quantized.
+    Args:
+        format: Format of the tensor, with `activations` "none"; None if it is not quantized.
+        shape: Shape of the tensor.
+        activations: As in its `WeightFormat`.
     """
 
     placement: Placement
@@ -44,7 +47,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class KeptForm:
-    """The form of a weight that stays quantized, and how many of its last rows do not."""
+    """Form of a weight that stays quantized, and the number of its last rows that are not quantized."""
 
     form: QuantizedForm
     num_plain: int = 0
@@ -53,8 +56,8 @@ class KeptForm:
 def kept_form(shape: tuple[int, ...], sources: Sequence[Source], ranks: Ranks) -> KeptForm | None:
     """Return the form in which a weight can stay quantized; None if it must be dequantized.
 
-    Its parts have one format, but for plain ones in its last rows. A tensor-parallel cut through blocks makes them
-    smaller, and through runs of codes is not possible.
+    All sources must have the same format, except unquantized ones in the last rows. If tensor-parallel ranks split a
+    block, the form has smaller blocks; if they split a run of codes, the weight must be dequantized.
 
     Args:
         shape: Rows and columns of the weight on this rank.
@@ -86,7 +89,7 @@ def kept_form(shape: tuple[int, ...], sources: Sequence[Source], ranks: Ranks) -
 
 
 def _rows_of(placement: Placement, rows: int) -> Tensor:
-    """Return the rows of a weight that a placement fills."""
+    """Return the indices of the weight's rows that a placement fills."""
     return placement.view(torch.arange(rows).unsqueeze(-1)).flatten()
 
 
@@ -95,7 +98,7 @@ def _is_cut_in_columns(placement: Placement) -> bool:
 
 
 def _owners(rows: int, height: int, sources: list[Source], ranks: Ranks) -> Tensor:
-    """Return a number for each row of a weight; rows of one block of the files, which has `height` rows, share it."""
+    """Return a block id for each row of the weight: rows from the same `height`-row block of the files share it."""
     owners = torch.full((rows,), -1)
     for number, source in enumerate(sources):
         blocks = (torch.arange(source.shape[-2]) // height).unsqueeze(-1).expand(*source.shape[:-1], 1)
@@ -106,7 +109,7 @@ def _owners(rows: int, height: int, sources: list[Source], ranks: Ranks) -> Tens
 
 
 def _shared_rows(owners: Tensor, height: int) -> int:
-    """Return how many consecutive rows have one owner everywhere: `height`, or a divisor of it."""
+    """Return the largest divisor of `height` such that every run of so many rows has only one block id."""
     for size in (divisor for divisor in range(height, 1, -1) if height % divisor == 0):
         whole, rest = owners[: len(owners) // size * size].view(-1, size), owners[len(owners) // size * size :]
         if bool((whole == whole[:, :1]).all()) and bool((rest == rest[:1]).all()):
@@ -115,11 +118,11 @@ def _shared_rows(owners: Tensor, height: int) -> int:
 
 
 class QuantizedTarget:
-    """A weight that stays quantized, as the destination of a checkpoint's tensors.
+    """A weight that stays quantized, to be filled with the tensors of a checkpoint.
 
     Args:
-        plain: Its last rows, which are not quantized; None for none.
-        activation_scale: [1] float32, which becomes the greatest of its parts' scales; None if it is not needed.
+        plain: Last rows of the weight, which are not quantized; None if all rows are quantized.
+        activation_scale: [1] float32; receives the maximum over the tensors' scales of activations. None: not needed.
     """
 
     def __init__(
@@ -133,23 +136,19 @@ class QuantizedTarget:
 
     @property
     def device(self) -> torch.device:
-        """Where the weight is."""
+        """Device of the weight."""
         return self._matrix.words.device
 
     def numel(self) -> int:
-        """Return how many weights it has."""
+        """Return the number of elements, of quantized and other rows."""
         return self._rows * self._columns
 
     def fill(self, placement: Placement, stored: Tensor | CodedTensor, ranks: Ranks) -> int:
-        """Copy this rank's share of a checkpoint tensor to its rows; return how many weights they have.
-
-        Raises:
-            ValueError: If the share has another shape than its rows.
-        """
+        """Copy this rank's shard of a checkpoint tensor to the rows of its placement; return the number of elements."""
         rows = _rows_of(placement, self._rows).to(self.device)
         codes = ranks.local(placement, stored.codes if isinstance(stored, CodedTensor) else stored)
         if codes.shape != (len(rows), self._columns):
-            raise ValueError(f"a share of shape {tuple(codes.shape)} does not fill {(len(rows), self._columns)}")
+            raise ValueError(f"the shard must be {len(rows)} x {self._columns}, found {tuple(codes.shape)}")
         if isinstance(stored, Tensor):
             assert self._plain is not None
             self._plain[rows - self._num_quantized] = codes.to(self._plain)
@@ -177,13 +176,13 @@ class QuantizedTarget:
 
 
 class QuantizedFiller:
-    """Lets the weights of a model that can stay quantized be so, and fills them from a checkpoint's tensors.
+    """Replaces the weights of a model that can stay quantized, and fills them from the tensors of a checkpoint.
 
     Args:
-        formats: Of the checkpoint's tensors, by name; those that are not quantized are absent.
-        shapes: Of the checkpoint's tensors, by name.
+        formats: Name of each quantized checkpoint tensor → its format.
+        shapes: Name of each checkpoint tensor → its shape.
         local_name: As in `ModelFiller`.
-        device: Where the quantized weights go.
+        device: Device of the quantized weights.
         quantizes_activations: True to quantize the activations of prompt tokens as the formats say.
     """
 
@@ -214,14 +213,14 @@ class QuantizedFiller:
         self._empty = {name: target.numel() for name, target in self._targets.items()}
 
     def takes(self, name: str) -> bool:
-        """Return True if a checkpoint tensor goes to weights that stay quantized."""
+        """Return True if a checkpoint tensor is copied to weights that stay quantized."""
         return any(target in self._targets for _, target in self._local.get(name, ()))
 
     def fill(self, name: str, stored: Tensor | CodedTensor) -> None:
-        """Copy a checkpoint tensor to its destinations.
+        """Copy a checkpoint tensor to its weights.
 
         Raises:
-            ValueError: Naming it, if its shape is not the model's.
+            ValueError: If the shape does not match the weight; the message names the tensor.
         """
         for placement, target in self._local[name]:
             try:
@@ -230,7 +229,7 @@ class QuantizedFiller:
                 raise ValueError(f"tensor {name}: {error}") from error
 
     def unfilled(self) -> list[str]:
-        """Return the names of weights that lack values."""
+        """Return the names of the quantized weights that have not been filled completely."""
         return sorted(name for name, count in self._empty.items() if count)
 
 
@@ -247,7 +246,7 @@ def _kept(
     device: torch.device,
     prompt_tokens: PromptTokens | None,
 ) -> dict[str, QuantizedTarget]:
-    """Replace the weights of a model that can stay quantized; return them by the names of `sources`."""
+    """Replace the weights of a model that can stay quantized; return them by their keys in `sources`."""
     found: dict[str, QuantizedTarget] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizableLinear):
@@ -266,7 +265,7 @@ def _kept(
 
 
 def _quantize_activations(module: QuantizableLinear, sources: list[Source], prompt_tokens: PromptTokens) -> None:
-    """Let a layer quantize the activations of prompt tokens, if its parts agree that they are quantized."""
+    """Make a layer quantize the activations of prompt tokens if all quantized sources say so."""
     matrix = module.quantized
     found = {source.activations for source in sources if source.format is not None}
     if matrix is None or "none" in found or not has_prompt_gemm(matrix):
@@ -283,7 +282,7 @@ def _kept_experts(
     ranks: Ranks,
     device: torch.device,
 ) -> dict[str, QuantizedTarget]:
-    """Keep a weight of all experts of a layer quantized if all of them have the same form."""
+    """Keep `weight` of a layer's experts quantized if it has the same form in all of them; return the targets."""
     shape = tuple(getattr(module, weight).shape[1:])
     names = [f"{prefix}.local_experts.{number}.{weight}.weight" for number in range(module.num_experts)]
     of_experts = [sources.get(name, []) for name in names]

@@ -115,7 +115,7 @@ class ReplayedRecurrence(Recurrence, Protocol):
 
     @property
     def folds_within_steps(self) -> bool:
-        """True if a step's tokens read the stored state at the last fold before them, even one of that step."""
+        """True if the kernel rounds a state at a fold position between a step's own tokens, so drafts may pass it."""
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> BufferLayout:
         """Return the layout of a request's replay buffer for the layers on this rank."""

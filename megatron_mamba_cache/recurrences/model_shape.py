@@ -159,7 +159,7 @@ class HybridModelShape:
         return 0 if buffers is None else buffers.num_bytes
 
     def rounding_len(self, config: CacheConfig) -> int | None:
-        """Return the number of tokens after which a step must end to round a replayed state; None if none must."""
+        """Return the number of tokens after which a step must end to round a replayed state; None if no step must."""
         is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize
         recurrence = self._replayed
         return config.fold_len if is_inexact and not (recurrence and recurrence.folds_within_steps) else None

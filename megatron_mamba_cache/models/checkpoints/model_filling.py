@@ -1,4 +1,4 @@
-"""Build a model and fill it from checkpoint files, with weights that stay quantized where they can."""
+"""Build this rank's shard of a model, and fill it from checkpoint files; weights stay quantized if possible."""
 
 import torch
 from megatron.core import parallel_state
@@ -15,20 +15,19 @@ from .loading_progress import loading_progress
 
 
 class ModelFilling:
-    """A model, this rank's shard of it, and what fills it.
+    """This rank's shard of a model, and its fillers.
 
     Args:
-        placements: Destinations of the files' tensors.
-        keeps_quantized: False to dequantize all weights.
+        placements: Name of each tensor in the files → its placements in the model.
+        keeps_quantized: True to keep weights quantized if possible; False to dequantize all weights.
         quantizes_activations: As in `QuantizedFiller`.
 
     Attributes:
-        model: Undefined until `fill` has returned.
-        num_kept: Quantized tensors of the files that stay quantized.
+        model: The model; its weights are uninitialized until `fill` returns.
+        num_kept: Number of quantized tensors in the files that stay quantized.
 
     Raises:
-        ValueError: As `build_hybrid_model`.
-        MemoryError: As `build_hybrid_model`.
+        ValueError, MemoryError: As `build_hybrid_model`.
     """
 
     def __init__(
@@ -69,10 +68,10 @@ class ModelFilling:
         self._kept, self._wanted = kept, kept | {name for name in others if self._others.wants(name)}
 
     def fill(self) -> None:
-        """Read the files, and copy each tensor to its destinations.
+        """Read the tensors that this rank needs, and copy each to the model before the next is read.
 
         Raises:
-            ValueError: Naming file and tensor, if one does not fit.
+            ValueError: If the shape of a tensor does not match the model; the message names file and tensor.
         """
         with loading_progress(len(self._wanted)) as advance:
             for name, tensor in self._files.tensors(self._wanted, self._others.target, self._coded_on):
@@ -84,11 +83,11 @@ class ModelFilling:
                         self._others.fill(name, tensor)
                 except ValueError as error:
                     raise ValueError(f"{self._files.names[name]}: {error}") from error
-                del tensor  # otherwise two are held while the next one is read
+                del tensor  # otherwise this tensor stays in memory while the next is read
                 advance()
 
     def unfilled(self) -> list[str]:
-        """Return the names of parameters and buffers that lack values."""
+        """Return the names of the weights that have not been filled completely."""
         return [*self._others.unfilled(), *([] if self._quantized is None else self._quantized.unfilled())]
 
     def _coded_on(self, name: str) -> torch.device | None:

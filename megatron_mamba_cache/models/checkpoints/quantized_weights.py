@@ -82,15 +82,15 @@ MXFP4 = WeightFormat("MXFP4", "U8", _POWERS_OF_2, 1, 32)
 
 @dataclass(frozen=True, slots=True)
 class CodedTensor:
-    """A quantized weight as rows, each with its own scales.
+    """A quantized weight, with scales for each row: the weight is codes * scales * factors.
 
     Args:
-        codes: [..., rows, columns] uint8, one code each.
-        code_bits: As in `QuantizedMatrix`.
-        scales: [..., rows, column blocks] float32, or as bytes of e4m3 or E8M0; None for none.
-        factors: [..., rows] float32; None for none.
-        block_rows, block_columns: Size of the blocks in the file that share a scale.
-        activation_scale: [1] float32, of its inputs; None for none.
+        codes: [..., rows, columns] uint8, one code per element.
+        code_bits: Number of bits of a code, 4 or 8.
+        scales: [..., rows, column blocks], float32, or bytes of e4m3 or E8M0; None if there are only factors.
+        factors: [..., rows] float32; None if there are only scales.
+        block_rows, block_columns: Size of the blocks that share a scale in the file.
+        activation_scale: [1] float32; static scale of the weight's inputs, None if there is none.
     """
 
     codes: Tensor
@@ -109,7 +109,7 @@ class QuantizedWeight:
     Args:
         codes, scale, global_scale: Names of the tensors; `global_scale` is None if the format has no global scale.
         divides: True if the checkpoint stores the inverse of the global scale.
-        activation_scale: Name of the scale of its inputs; None if the checkpoint has none, or it is not used.
+        activation_scale: Name of the static scale of the weight's inputs; None if there is none or it is not used.
     """
 
     format: WeightFormat
@@ -127,11 +127,11 @@ class QuantizedWeight:
         return (self.codes, self.scale, *(name for name in optional if name is not None))
 
     def with_activation_scale(self, name: str, shapes: Mapping[str, Shape]) -> "QuantizedWeight":
-        """Return the weight with the scale of its inputs; without one in the files, their scales are dynamic.
+        """Return the weight with the name of its static activation scale; if there is none, with dynamic scales.
 
         Args:
-            name: Of the weight.
-            shapes: Of all tensors in the files, by name.
+            name: Name of the weight.
+            shapes: Name of each tensor in the files → its shape.
         """
         if self.format.activations != "static":
             return self
@@ -142,10 +142,12 @@ class QuantizedWeight:
         return replace(self, format=format, activation_scale=found)
 
     def coded(self, tensors: Mapping[str, Tensor], device: torch.device) -> CodedTensor:
-        """Return the codes and what multiplies them, by row; the inverse of an inverse scale is rounded to float32.
+        """Return the weight as codes, scales and factors on `device`, without dequantizing it.
+
+        A global scale that is stored as its inverse is inverted in float32.
 
         Args:
-            tensors: At least `parts`, by name.
+            tensors: The tensors in `parts`, by name.
         """
         *leading, rows, _ = self.shape
         on_device = {name: tensors[name].to(device) for name in self.parts}

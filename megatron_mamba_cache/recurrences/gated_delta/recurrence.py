@@ -84,20 +84,16 @@ class GatedDelta:
 
     @property
     def replays_fast(self) -> bool:
-        """True if the current device has a kernel that replays these states."""
+        """True if the current device has a replay kernel for these state dimensions."""
         return replays_fast(self.key_dim, self.value_dim)
 
     @property
     def folds_within_steps(self) -> bool:
-        """True: what a ring holds of a token depends on the stored state before it."""
+        """True: ring entries depend on the state before them, so the kernel folds and rounds it in registers."""
         return True
 
     def buffers(self, num_layers: int, dtypes: StateDtypes, fold_len: int, num_drafts: int) -> RingLayout:
-        """Return the layout of the replay buffer of each running request.
-
-        Args:
-            fold_len: Tokens after which a replayed state is written.
-        """
+        """Return the layout of a request's replay buffer; tokens are folded into the state every `fold_len` tokens."""
         return RingLayout(
             num_layers=num_layers,
             capacity=least_capacity(fold_len, 1 + num_drafts),
@@ -146,7 +142,7 @@ class GatedDelta:
         Other arguments and the result are as in `prefill`.
 
         Args:
-            replay: The batch of replayed states; None if draft states are in slots.
+            replay: The requests as a `ReplayBatch`; None if draft states are in slots.
         """
         replayed: ReplayedLayer | None = states.drafts if replay is not None else None
         tail = None if replayed is None or replay is None else replayed.tail(replay)

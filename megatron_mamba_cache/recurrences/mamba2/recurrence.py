@@ -73,7 +73,7 @@ class Mamba2:
 
     @property
     def folds_within_steps(self) -> bool:
-        """False: tokens after a fold read a base that the next step stores."""
+        """False: all tokens of a step use the base at its start; the next step folds and rounds it."""
         return False
 
     @property

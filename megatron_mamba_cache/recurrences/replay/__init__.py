@@ -1,1 +1,1 @@
-"""Replayed states: a base state, a ring of the tokens after it, and folds at absolute positions."""
+"""Rings and folds of replayed states, for all recurrences: an older state, a ring of later entries, and their folds."""

@@ -21,7 +21,7 @@ def fold_boundaries_ref(
     for layer, pool in enumerate(ssm_pools):
         ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
         states = load_slots(pool, rows.slots, compute_dtype(ring.x))
-        states = folded(states, pool.dtype, ring, rows, ends, ring_len)
+        states = _folded(states, pool.dtype, ring, rows, ends, ring_len)
         if quantized is None:
             store_slots(pool, targets, states)
         else:
@@ -38,7 +38,18 @@ def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int,
     return BoundaryFolds(rows.slots, rows.buffers, first, torch.where(reached, end, first), targets)
 
 
-def folded(
+def fold_and_replay(pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int, dtype: torch.dtype) -> Tensor:
+    """Fold each request's due ring entries into its base, in place; return the states after its `computed` tokens."""
+    is_row = rows.slots != PAD_SLOT
+    first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
+    states = _folded(load_slots(pool, rows.slots, dtype), pool.dtype, ring, rows, first, ring_len)
+    store_slots(pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
+    for i in range(_most(rows.computed - first, is_row, ring_len)):
+        states = advanced(states, ring, rows.buffers, first + i, is_row & (first + i < rows.computed))
+    return states
+
+
+def _folded(
     states: Tensor,
     stored: torch.dtype,
     ring: ReplayRing,
@@ -48,7 +59,7 @@ def folded(
 ) -> Tensor:
     """Return the states after the ring entries before `ends`, rounded to `stored` at every multiple of `ring_len`."""
     is_row = rows.slots != PAD_SLOT
-    for i in range(most(ends - rows.folded, is_row, ring.capacity)):
+    for i in range(_most(ends - rows.folded, is_row, ring.capacity)):
         position = rows.folded + i
         folds = is_row & (position < ends)
         states = advanced(states, ring, rows.buffers, position, folds)
@@ -57,7 +68,7 @@ def folded(
     return states
 
 
-def most(counts: Tensor, is_row: Tensor, bound: int) -> int:
+def _most(counts: Tensor, is_row: Tensor, bound: int) -> int:
     """Return the largest count, at most `bound`; on a GPU return `bound`, because reading the counts would wait."""
     return bound if counts.is_cuda else min(bound, max(0, int(torch.where(is_row, counts, 0).max())))
 

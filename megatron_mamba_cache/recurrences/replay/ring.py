@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from ..batches import ReplayBatch, check_vectors
+from ..batches import PAD_SLOT, ReplayBatch, check_vectors
 from .tiling import FOLDED_ROWS
 
 LEAST_RING_LEN = 4
+_PAD = tl.constexpr(PAD_SLOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +172,34 @@ class KernelRows(NamedTuple):
     buffers: Tensor
     folded: Tensor
     computed: Tensor
+
+
+@triton.jit
+def load_request(rows, row):
+    """Load slot, first packed token, number of tokens, ring, `folded` and `computed` of the request at index `row`."""
+    slot = tl.load(rows.slots + row).to(tl.int64)
+    start = tl.load(rows.cu_tokens + row)
+    count = tl.load(rows.cu_tokens + row + 1) - start
+    number = tl.load(rows.buffers + row).to(tl.int64)
+    return slot, start, count, number, tl.load(rows.folded + row), tl.load(rows.computed + row)
+
+
+@triton.jit
+def load_request_or_tail(rows, row, num_rows, num_tokens):
+    """Load slot, first packed token, end of its tokens, ring, `folded` and `computed` of the request at index `row`.
+
+    At index `num_rows`, the tokens after the last request are returned as padding. For padding, only the slot and the
+    tokens are defined.
+    """
+    is_row = row < num_rows
+    start = tl.load(rows.cu_tokens + row)
+    end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
+    slot = tl.load(rows.slots + row, mask=is_row, other=_PAD)
+    is_live = slot != _PAD
+    number = tl.load(rows.buffers + row, mask=is_live, other=0).to(tl.int64)
+    folded = tl.load(rows.folded + row, mask=is_live, other=0)
+    computed = tl.load(rows.computed + row, mask=is_live, other=0)
+    return slot, start, end, number, folded, computed
 
 
 class KernelLayers(NamedTuple):

@@ -22,6 +22,11 @@ def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
     return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
 
 
+def current_device_runs_gluon() -> bool:
+    """Return True if the current CUDA device exists and runs Gluon kernels."""
+    return torch.cuda.is_available() and has_gluon(torch.device("cuda", torch.cuda.current_device()))
+
+
 def has_gluon(device: torch.device) -> bool:
     """Return True if Gluon kernels run on this device."""
     return not INTERPRETED and is_hopper(device) and has_tested_gluon()

@@ -1,1 +1,1 @@
-"""Decode and verify steps of Gated DeltaNet that replay states from a base state and a ring of the tokens after it."""
+"""Decode and verify steps that recompute Gated DeltaNet states from an older state and a ring of later updates."""

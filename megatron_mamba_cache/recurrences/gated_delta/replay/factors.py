@@ -1,19 +1,22 @@
-"""The factors of a replayed step's outputs and writes, which the columns of a head share; its tokens in the ring.
+"""Compute the factors for the outputs and ring entries of a replayed step; append its keys and log decays to the ring.
 
-With S the base, G the sum of log decays from it on, k and q as they are stored, and r their inverse lengths, token t
-writes k_t w_t, where
+With S the base state, G_t the sum of the log decays of the tokens after the base up to token t, k and q not normalized,
+r_t = 1 / |k_t| and s_t = 1 / (|q_t| sqrt(key_dim)), token t adds k_t w_t to the state, and
 
-    w_t = r_t beta_t v_t - (r_t^2 beta_t exp(G_t)) k_t S - sum over j < t of r_t^2 beta_t exp(G_t - G_j) (k_j . k_t) w_j
-    y_t = (s_t exp(G_t)) q_t S + sum over j <= t of s_t exp(G_t - G_j) (k_j . q_t) w_j
+    w_t = r_t beta_t v_t - r_t^2 beta_t (exp(G_t) (k_t S) + sum over j < t of exp(G_t - G_j) (k_j . k_t) w_j)
+    y_t = s_t (exp(G_t) (q_t S) + sum over j <= t of exp(G_t - G_j) (k_j . q_t) w_j)
 
-with s = r / sqrt(key_dim). So w is u = beta (v - S k), times the inverse length of its key: the ring holds keys as they
-come, exactly, and no length. This kernel computes every factor, appends keys and log decays to the ring and clears the
-outputs of padding; the kernel of `outputs` does the rest.
+The corrected value w_t includes the key's inverse length, so the ring stores keys exactly as they are. This kernel
+computes the factors of v_t, k_t S, q_t S and each w_j, appends keys and log decays to the ring, and zeroes the outputs
+of padding. The kernels in `outputs` do the rest.
 
-A factor's bits do not depend on the tokens of the step: j counts positions from the last multiple of the ring's length,
-in the ring or not, and each token is computed by itself. Log decays are summed in float64. Grid: `splits` programs, of
-every `splits`-th token, for each request and key head, plus one request that clears the outputs past the last request.
-Graph safe: no host sync, one launch, grid fixed by the shapes of the arguments.
+The bits of a token's factors depend only on the tokens of its period, the positions from one multiple of `ring_len` to
+the next: j counts positions of the period, in the ring or in the step, and no factor depends on that of another token.
+Sums of log decays are float64, because differences of long float32 sums would lose accuracy. If the previous launch is
+the convolution, this kernel overlaps with it and first reads the inputs that the convolution does not compute. Grid:
+`splits` programs per request and key head, each for every `splits`-th token; the programs of one additional request
+zero the outputs after the last request. Safe in CUDA graphs: no host sync, one launch, and the grid depends only on the
+shapes of the arguments.
 """
 
 from typing import NamedTuple
@@ -26,24 +29,24 @@ from torch import Tensor
 from ....kernels.kernel_language import only_if
 from ....kernels.overlap import await_then_release, overlapping
 from ...batches import PAD_SLOT, ReplayBatch
-from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
+from ...replay.ring import ReplayRing, kernel_ring, kernel_rows, load_request_or_tail
 from ..inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
 
 NUM_SCALARS = 4
 _RESIDENT_PROGRAMS = 1056
-"""Programs that a Hopper GPU runs at once; more would start the next kernel late."""
+"""Number of programs that a Hopper GPU runs concurrently; with more, the next kernel would start late."""
 _PAD = tl.constexpr(PAD_SLOT)
 _EPS = tl.constexpr(EPS)
 _SCALARS = tl.constexpr(NUM_SCALARS)
 
 
 class ReplayFactors(NamedTuple):
-    """The factors of a step's tokens, float32; those of tokens that a request lacks are undefined.
+    """Factors for the outputs and ring entries of a step, float32; undefined for tokens after a request's last one.
 
     Args:
-        scalars: [requests, max_tokens, value heads, 4]; of w: of v, and of k S (subtracted); of y: of q S; undefined.
-        inputs: [requests, max_tokens, value heads, 2, ring_len]; of the tokens' w, by their positions after a multiple
-            of the ring's length: of w (subtracted; of earlier ones), then of y (no later ones); 0 for the others.
+        scalars: [requests, max_tokens, value heads, 4]; factors of v and k S in w, and of q S in y; the last is unused.
+        inputs: [requests, max_tokens, value heads, 2, ring_len]; factors of the corrected values at the positions of
+            the token's period, in w and in y. Factors of later tokens are 0, and in w that of the token itself.
     """
 
     scalars: Tensor
@@ -52,7 +55,7 @@ class ReplayFactors(NamedTuple):
 
 @triton.jit
 def _load_token(tokens, token, exists, keys, head, has_n, has_h):
-    """Load k and q of a key head, and b of its value heads."""
+    """Load k and q for one key head and token, and b for the value heads that share it."""
     token = token.to(tl.int64)
     k = tl.load(tokens.k + token * tokens.k_stride + keys, mask=only_if(exists, has_n), other=0.0)
     q = tl.load(tokens.q + token * tokens.q_stride + keys, mask=only_if(exists, has_n), other=0.0)
@@ -82,28 +85,24 @@ def _factors_kernel(
     READS_EARLY: tl.constexpr,
     OVERLAPS: tl.constexpr,
 ):
-    """Long because all factors follow from the same few values in registers."""
+    """Compute the factors for one request and key head; append its keys and log decays to the ring.
+
+    Long because all factors are computed from the same values in registers.
+    """
     if not READS_EARLY:
         await_then_release(OVERLAPS)
-    TIMES: tl.constexpr = HEADS // KEY_HEADS
+    HEADS_A_KEY: tl.constexpr = HEADS // KEY_HEADS
     key_head = tl.program_id(0) % KEY_HEADS
     split = tl.program_id(1)
     row = tl.program_id(0) // KEY_HEADS
-    is_row = row < num_rows
-    start = tl.load(rows.cu_tokens + row)
-    end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
-    slot = tl.load(rows.slots + row, mask=is_row, other=_PAD)
-    is_live = slot != _PAD
-    number = tl.load(rows.buffers + row, mask=is_live, other=0).to(tl.int64)
-    folded = tl.load(rows.folded + row, mask=is_live, other=0)
-    computed = tl.load(rows.computed + row, mask=is_live, other=0)
+    slot, start, end, number, folded, computed = load_request_or_tail(rows, row, num_rows, num_tokens)
 
     n = tl.arange(0, triton.next_power_of_2(KEY_DIM))
     w = tl.arange(0, RING)
-    h = tl.arange(0, triton.next_power_of_2(TIMES))
+    h = tl.arange(0, triton.next_power_of_2(HEADS_A_KEY))
     has_n = n < KEY_DIM
-    has_h = h < TIMES
-    head = key_head * TIMES + h
+    has_h = h < HEADS_A_KEY
+    head = key_head * HEADS_A_KEY + h
     begin = computed // RING * RING
     positions = begin + w
     is_kept = (positions >= folded) & (positions < computed)
@@ -125,11 +124,12 @@ def _factors_kernel(
     if READS_EARLY:
         await_then_release(OVERLAPS)
     if slot == _PAD:
-        channel = tl.arange(0, triton.next_power_of_2(TIMES * VALUE_DIM))
-        out = y + key_head * (TIMES * VALUE_DIM) + channel
+        CHANNELS: tl.constexpr = HEADS_A_KEY * VALUE_DIM
+        channel = tl.arange(0, triton.next_power_of_2(CHANNELS))
+        out = y + key_head * CHANNELS + channel
         zeros = tl.zeros_like(channel).to(y.dtype.element_ty)
         for token in range(start + split, end, splits):
-            tl.store(out + tl.cast(token, tl.int64) * (HEADS * VALUE_DIM), zeros, mask=channel < TIMES * VALUE_DIM)
+            tl.store(out + tl.cast(token, tl.int64) * (HEADS * VALUE_DIM), zeros, mask=channel < CHANNELS)
         return
 
     until = computed + end - start
@@ -172,7 +172,7 @@ def _factors_kernel(
             tl.store(of_scalars, strength, mask=has_h)
             tl.store(of_scalars + 1, strength * of_k * since_base, mask=has_h)
             tl.store(of_scalars + 2, of_q * since_base, mask=has_h)
-            # A rejected draft's NaN stays out: it comes later.
+            # Mask the factors of later tokens, because the key of a draft may be NaN.
             is_earlier, is_later = (positions < at)[None, :], (positions > at)[None, :]
             of_keys = tl.sum(tile * k[None, :], axis=1)[None, :] * (strength * of_k)[:, None] * since_each
             of_queries = tl.sum(tile * q[None, :], axis=1)[None, :] * of_q * since_each
@@ -195,7 +195,9 @@ def append_and_weigh(
     *,
     after_conv: bool,
 ) -> ReplayFactors:
-    """Append each request's keys and log decays to its ring, clear padding in `y`, in positions; return the factors.
+    """Append each request's keys and log decays to its ring, zero padding in `y`, both in place; return the factors.
+
+    Long because it passes many named arguments to the kernel.
 
     Args:
         after_conv: As in `delta_replay`.

@@ -1,19 +1,22 @@
-"""Outputs of decode and verify steps whose states are replayed: a state is read once, and written only by a fold.
+"""Outputs of decode and verify steps with replay: each state is read once, and written only when entries are folded.
 
     kept = exp(g) S;  w = r beta (v - r k kept);  S = kept + k w;  y = s q S
 
-Everything that a token reads of the state S before it is a sum over the base and the tokens since, each of which the
-ring holds as its key k and its corrected value w: only the tokens of the step itself follow from one another.
-`factors` computes what the columns of a head share and appends keys and log decays; then one kernel does the rest: that
-of `outputs_sums` on a Hopper GPU, or the one here, in Triton, for every shape and device.
+r and s are the inverse lengths of k and q, s also divided by sqrt(key_dim). The ring holds the key k, the corrected
+value w and the log decay g of each token, so products of a later key or query with the state are sums over the base and
+the tokens since: only the tokens of one step depend on each other. `factors` computes the factors that all columns of a
+head share, and appends keys and log decays to the ring. A second kernel does the rest: on a Hopper GPU, the one in
+`outputs_sums`, otherwise the Triton kernel here, which supports all shapes and devices.
 
-A period is the positions from one multiple of the ring's length to the next. If kept tokens have passed the end of a
-period, they are folded first, as the boundary fold does, and the base is stored; if the step's own tokens pass one,
-they are folded in registers. So each token is computed from the base of its period: the bits of outputs, ring and bases
-depend on the request's tokens alone.
+A period is the positions from one multiple of `ring_len` to the next. If the computed tokens have reached the end of a
+period since the last fold, the kernel first folds ring entries into the base, as `fold_boundaries` does, and stores it.
+If the step's own tokens reach the end of a period, it folds them in registers, and the next step stores that base. Each
+token is thus computed from the base of its own period, so the bits of outputs, ring entries and bases depend only on
+the request's tokens.
 
-Layout: a program owns one request and `width` columns of value_dim of one head's state [key_dim, value_dim], all of
-key_dim: no sum crosses programs. Graph safe: no host sync, two launches, grids fixed by the shapes of the arguments.
+Each program has one request and `width` columns of one head's state [key_dim, value_dim], with all of key_dim, so no
+sum spans programs. Safe in CUDA graphs: no host sync, two launches, and the grids depend only on the shapes of the
+arguments.
 """
 
 from collections.abc import Callable
@@ -29,7 +32,7 @@ from ....kernels.overlap import await_launcher, overlapping, release
 from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.fold import fold_entries
-from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
+from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows, load_request
 from ..inputs import DeltaTokens, GateWeights, check_pool, check_tokens, kernel_tokens
 from .factors import NUM_SCALARS, ReplayFactors, append_and_weigh
 from .reference import delta_replay_ref
@@ -50,29 +53,30 @@ def delta_replay(
     *,
     after_conv: bool = False,
 ) -> Tensor:
-    """Fold due ring entries, compute the outputs of each request's tokens, and append them to its ring, in positions.
+    """Compute the outputs of each request's tokens and append the tokens to its ring; fold older ring entries if due.
 
-    With boundary = computed // ring_len * ring_len, a request with boundary > folded first folds the ring's entries
-    from `folded` to `boundary` into its base; the caller then counts them as folded. No other state is written. The
-    bits of a base depend on its tokens alone, not on the steps that fed them. Padding requests and tokens past the last
-    request give zeros and write nothing.
+    With boundary = computed // ring_len * ring_len, a request with folded < boundary first folds the ring entries from
+    `folded` to `boundary` - 1 into its base. The caller must then set `folded` to `boundary`. No other state is
+    written. The bits of a base depend only on its tokens. For padding, outputs are zeros and nothing is written.
 
     Args:
-        pool: [slots, value heads, key_dim, value_dim]; a slot's state contiguous.
-        ring: x [rings, positions, value heads, value_dim] of the dtype of computation, B [..., key heads, key_dim] of
-            the keys'; at least ring_len + 2 * max_tokens - 1 positions, of x ring_len + max_tokens - 1.
-        ring_len: Positions from one fold to the next, a power of two from 4 on.
-        tiling: Of the kernel of outputs; None chooses the fastest. It must be the same for all steps of a request.
-        after_conv: True if `conv_verify` was launched right before and wrote q, k and v: all else is read concurrently.
+        pool: [slots, value heads, key_dim, value_dim]; each slot is contiguous.
+        ring: x [rings, x_capacity, value heads, value_dim] in float32 (float64 if `v` is), B [rings, capacity, key
+            heads, key_dim] in the dtype of `k`; capacity must be at least ring_len + 2 * max_tokens - 1, and x_capacity
+            at least ring_len + max_tokens - 1.
+        ring_len: Number of tokens between two folds; a power of two, at least 4.
+        tiling: Output kernel and its sizes; None: the fastest. All steps of a request must use the same kernel.
+        after_conv: True if the previous launch is the `conv_verify` that computes q, k and v. All other inputs are then
+            read before `conv_verify` ends.
 
     Returns:
-        [tokens, value heads, value_dim] in v's dtype.
+        [tokens, value heads, value_dim] in the dtype of `v`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
-    Reference: `delta_replay_ref`, which also computes float64. CUDA-graph safe: no host sync, two launches, grids fixed
-    at capture.
+    Reference: `delta_replay_ref`, which runs for float64 inputs. CUDA-graph safe: no host sync, two launches, grids
+    fixed at capture.
     """
     check_tokens(tokens, gates)
     check_pool(tokens, pool)
@@ -109,7 +113,7 @@ def _launch(
         "inputs": factors.inputs,
         "max_tokens": rows.max_tokens,
         "HEADS": heads,
-        "TIMES": heads // tokens.k.shape[1],
+        "HEADS_A_KEY": heads // tokens.k.shape[1],
         "KEY_DIM": tokens.k.shape[2],
         "VALUE_DIM": value_dim,
         "CAPACITY": ring.capacity,
@@ -122,7 +126,7 @@ def _launch(
 
 
 def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
-    """Return the launch function of a tiling's kernel; imports Gluon on demand."""
+    """Return the function that launches the kernel of `tiling`; Gluon is imported only if needed."""
     if tiling.kernel == "sums":
         from .outputs_sums import replay_by_sums as launch
     else:
@@ -133,27 +137,22 @@ def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
 @triton.jit(do_not_specialize=["max_tokens"])
 def _delta_replay_kernel(
     y, tokens, pool, slot_stride, ring, rows, scalars, inputs, max_tokens,
-    HEADS: tl.constexpr, TIMES: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, CAPACITY: tl.constexpr,
-    X_CAPACITY: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    HEADS: tl.constexpr, HEADS_A_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Long because state and corrected values stay in registers."""
+    """Replay one request and WIDTH columns of one head. Long because state and corrected values stay in registers."""
     release(OVERLAPS)
     PARTS: tl.constexpr = (VALUE_DIM + WIDTH - 1) // WIDTH
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HEADS
     row = tl.program_id(0) // (PARTS * HEADS)
-    slot = tl.load(rows.slots + row).to(tl.int64)
-    start = tl.load(rows.cu_tokens + row)
-    count = tl.load(rows.cu_tokens + row + 1) - start
-    number = tl.load(rows.buffers + row).to(tl.int64)
-    folded = tl.load(rows.folded + row)
-    computed = tl.load(rows.computed + row)
+    slot, start, count, number, folded, computed = load_request(rows, row)
     if slot == _PAD:
         await_launcher(OVERLAPS)
         return
 
     first = tl.maximum(folded, computed // RING * RING)
-    keys = head // TIMES * KEY_DIM
+    keys = head // HEADS_A_KEY * KEY_DIM
     n = tl.arange(0, triton.next_power_of_2(KEY_DIM))
     p = part * WIDTH + tl.arange(0, WIDTH)
     has_n = n < KEY_DIM
@@ -176,7 +175,7 @@ def _delta_replay_kernel(
             state, pool, xs, bs, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
         )
         tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
-        tl.debug_barrier()  # what is appended may overwrite what another thread of this program folds
+        tl.debug_barrier()  # appended values may overwrite entries that other threads still fold
 
     line = tl.cast(row, tl.int64) * max_tokens * HEADS + head
     scalars += line * _SCALARS
@@ -187,7 +186,7 @@ def _delta_replay_kernel(
     for t in range(0, count):
         position = computed + t
         if (t > 0) & (position % RING == 0):
-            tl.debug_barrier()  # another thread of this program may have appended what this one folds
+            tl.debug_barrier()  # other threads may have appended the entries that this thread folds
             begin = tl.maximum(first, position - RING)
             state = fold_entries(
                 state, pool, xs, bs, steps, ring, begin, position, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
@@ -211,11 +210,11 @@ def _delta_replay_kernel(
 
 
 def replay_portably(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append corrected values and write the outputs, in place, right after `append_and_weigh`.
+    """Launch the Triton kernel, which folds, appends x and writes the outputs; call it right after `append_and_weigh`.
 
     Args:
-        arguments: What all kernels of outputs take.
-        num_heads: Value heads of all requests.
+        arguments: Arguments that are common to all output kernels.
+        num_heads: Total number of value heads over all requests.
     """
     value_dim = arguments["VALUE_DIM"]
     width = min(tiling.width, triton.next_power_of_2(value_dim))

@@ -1,10 +1,11 @@
-"""Outputs of replayed Gated DeltaNet by plain sums, in Gluon, for Hopper GPUs and bf16 tokens.
+"""Replay outputs of Gated DeltaNet by plain sums, in Gluon, for Hopper GPUs and bf16 tokens.
 
-A warp owns `width` columns of a head's state, in registers, as a tuple of tiles [lanes, width], one for each row that a
-lane holds: a lane has a run of key_dim in a few columns. So keys are loaded in 16-byte accesses, and only two sums per
-token and column cross lanes. The products of a token with the state do not depend on the previous token: they are
-computed while that one is finished, and those of the first token while `factors` still runs. Every token takes the same
-steps, fused by hand: its bits do not depend on the other tokens of a step. Bases have the bits of `fold`.
+A warp owns `width` columns of a head's state, in registers. Each lane holds a run of key_dim elements in a few columns;
+the state is a tuple of tiles [lanes, width], one per element of the run. So keys are loaded in 16-byte accesses, and
+only two sums per token and column cross lanes. The products of a token's key and query with the state do not depend on
+the token before it. They are computed while that token is finished, and those of the first token while `factors` still
+runs. Every token uses the same operations with explicit fma, so its bits do not depend on other tokens of the step.
+Folds are bit-identical to `fold_entries`.
 """
 
 from typing import Any
@@ -17,6 +18,7 @@ from ....kernels.kernel_language import appended
 from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT
 from ...replay.operands import sync_lanes
+from ...replay.ring import load_request
 from .factors import NUM_SCALARS
 from .tiling import LANES, ReplayTiling
 
@@ -47,7 +49,7 @@ def _halved(tiles):
 
 @gluon.jit
 def _spread(factors, WIDTH: gl.constexpr, SUMS: gl.constexpr):
-    """Return factors [lanes, depth] as a tuple of `depth` tiles [lanes, width] of equal columns; no data moves."""
+    """Broadcast [lanes, depth] over columns; return a tuple of `depth` tiles [lanes, width]. No data moves."""
     V: gl.constexpr = WIDTH * factors.shape[0] // 32
     tile = gl.zeros([factors.shape[0], factors.shape[1], WIDTH], factors.dtype, _tile_layout(factors.shape, V))
     tile, _ = gl.broadcast(factors[:, :, None], tile)
@@ -64,13 +66,13 @@ def _spread(factors, WIDTH: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.constexpr_function
 def _tile_layout(shape: tuple[int, int], columns: int) -> gl.BlockedLayout:
-    """Return the layout of tiles [lanes, depth, width] in which a lane holds all of depth in so many columns."""
+    """Return the layout of tiles [lanes, depth, width] in which a lane holds all of depth in `columns` columns."""
     return gl.BlockedLayout([1, shape[1], columns], [shape[0], 1, 32 // shape[0]], [1, 1, 1], [2, 1, 0])
 
 
 @gluon.jit
 def _spread_bf16(pairs, WIDTH: gl.constexpr, SUMS: gl.constexpr):
-    """Return float32 tiles, as `_spread`, of pairs of bf16 numbers in int32 [lanes, depth / 2]."""
+    """Do the same as `_spread` for pairs of bf16 numbers in int32 [lanes, depth / 2]; the tiles are float32."""
     even = _spread((pairs << 16).to(gl.float32, bitcast=True), WIDTH, SUMS)
     odd = _spread((pairs & -65536).to(gl.float32, bitcast=True), WIDTH, SUMS)
     lines = ()
@@ -81,7 +83,7 @@ def _spread_bf16(pairs, WIDTH: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _load_entry(x, b, steps, ring, position, HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr):
-    """Load a token's w, key and log decay."""
+    """Load the ring entry at `position`: corrected value, key (as pairs) and log decay."""
     index = position % CAPACITY
     values = gl.load(x + position % X_CAPACITY * ring.x_stride)
     pairs = gl.load(b + index * (ring.B_stride // 2))
@@ -94,13 +96,13 @@ def _fold_entries(
     HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
     WIDTH: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Return the state after the ring's entries from `position` to `end`, which are more than 0, as `fold` does."""
+    """Fold the ring entries from `position` to `end` - 1, at least one, into `state` as `fold_entries` does."""
     entry = _load_entry(x, b, steps, ring, position, HEADS, CAPACITY, X_CAPACITY)
     following = _load_entry(x, b, steps, ring, gl.minimum(position + 1, end - 1), HEADS, CAPACITY, X_CAPACITY)
     while position < end:
         values, pairs, decay = entry
         entry = following
-        # Prefetched two tokens ahead: a token's arithmetic is shorter than a load.
+        # Load two tokens ahead, because the arithmetic for one token takes less time than a load.
         following = _load_entry(x, b, steps, ring, gl.minimum(position + 2, end - 1), HEADS, CAPACITY, X_CAPACITY)
         keys = _spread_bf16(pairs, WIDTH, SUMS)
         increments, factor = values[None, :], gl.exp(decay)
@@ -116,7 +118,7 @@ def _fold_entries(
 
 @gluon.jit
 def _cast(state, DTYPE: gl.constexpr):
-    """Return a state cast to another dtype and back."""
+    """Cast a state to DTYPE and back to float32."""
     lines = ()
     for index in gl.static_range(len(state)):
         lines = appended(lines, state[index].to(DTYPE).to(gl.float32))
@@ -125,7 +127,7 @@ def _cast(state, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _multiply(state, k, q, WIDTH: gl.constexpr, SUMS: gl.constexpr):
-    """Return a token's products with each lane's rows of the state, k S and q S [lanes, width]."""
+    """Return each lane's part of the products k S and q S, both [lanes, width]."""
     k = _spread_bf16(k, WIDTH, SUMS)
     q = _spread_bf16(q, WIDTH, SUMS)
     held, asked = state[0] * k[0], state[0] * q[0]
@@ -137,7 +139,7 @@ def _multiply(state, k, q, WIDTH: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _load_factors(scalars, inputs, t, HEADS: gl.constexpr, RING: gl.constexpr):
-    """Load a token's factors, in the order of `ReplayFactors`."""
+    """Load the factors of the step's token `t`, in the order of `ReplayFactors`."""
     scalars += t * (HEADS * _SCALARS)
     inputs += t * (HEADS * 2 * RING)
     of_value, of_held, of_asked = gl.load(scalars), gl.load(scalars + 1), gl.load(scalars + 2)
@@ -150,11 +152,12 @@ def _finish_token(
     HEADS: gl.constexpr, VALUE_DIM: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
     WIDTH: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
-    """Store a token's output and w, in place; return the period's w with it.
+    """Store the output and the corrected value of the step's token `t`; return `written` with that value.
 
     Args:
-        written: The period's w, a tuple of tiles [lanes, width].
-        w: Positions of the first of them after a multiple of the ring's length, [lanes, 1].
+        held, asked: Products of `_multiply`.
+        written: Corrected values of the period, a tuple of tiles [lanes, width].
+        w: [lanes, 1]; position within the period of each lane's first value in `written`.
     """
     of_value, of_held, of_asked, of_keys, of_queries = factors
     of_keys = _spread(of_keys, WIDTH, SUMS)
@@ -177,10 +180,11 @@ def _finish_token(
 @gluon.jit(do_not_specialize=["max_tokens"])
 def _delta_sums_kernel(
     y, tokens, pool, slot_stride, ring, rows, scalars, inputs, max_tokens,
-    HEADS: gl.constexpr, TIMES: gl.constexpr, KEY_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, CAPACITY: gl.constexpr,
-    X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr, OVERLAPS: gl.constexpr,
+    HEADS: gl.constexpr, HEADS_A_KEY: gl.constexpr, KEY_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr,
+    OVERLAPS: gl.constexpr,
 ):  # fmt: skip
-    """Long because state and corrected values stay in registers."""
+    """Replay one request and WIDTH columns of one head. Long because state and corrected values stay in registers."""
     release(OVERLAPS)
     V: gl.constexpr = WIDTH * LANES // 32
     DEPTH: gl.constexpr = KEY_DIM // LANES
@@ -192,12 +196,7 @@ def _delta_sums_kernel(
     part = gl.program_id(0) % PARTS
     head = gl.program_id(0) // PARTS % HEADS
     row = gl.program_id(0) // (PARTS * HEADS)
-    slot = gl.load(rows.slots + row).to(gl.int64)
-    start = gl.load(rows.cu_tokens + row)
-    count = gl.load(rows.cu_tokens + row + 1) - start
-    number = gl.load(rows.buffers + row).to(gl.int64)
-    folded = gl.load(rows.folded + row)
-    computed = gl.load(rows.computed + row)
+    slot, start, count, number, folded, computed = load_request(rows, row)
     if slot == _PAD:
         await_launcher(OVERLAPS)
         return
@@ -205,7 +204,7 @@ def _delta_sums_kernel(
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, SUMS))[:, None]
     p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUMS))
     pairs = gl.arange(0, LANES, layout=gl.SliceLayout(1, PAIRS))[:, None] * (DEPTH // 2)
-    pairs += gl.arange(0, DEPTH // 2, layout=gl.SliceLayout(0, PAIRS))[None, :] + head // TIMES * (KEY_DIM // 2)
+    pairs += gl.arange(0, DEPTH // 2, layout=gl.SliceLayout(0, PAIRS))[None, :] + head // HEADS_A_KEY * (KEY_DIM // 2)
     channel = head * VALUE_DIM + part * WIDTH
     token = start.to(gl.int64)
     k_stride, q_stride = tokens.k_stride // 2, tokens.q_stride // 2
@@ -227,9 +226,9 @@ def _delta_sums_kernel(
     w = lane * KEPT
     written = ()
     for index in gl.static_range(KEPT):
-        its_positions = computed // RING * RING + w + index
-        is_kept = (its_positions >= first) & (its_positions < computed)
-        x = xs[None, :] + its_positions % X_CAPACITY * ring.x_stride
+        positions = computed // RING * RING + w + index
+        is_kept = (positions >= first) & (positions < computed)
+        x = xs[None, :] + positions % X_CAPACITY * ring.x_stride
         written = appended(written, gl.load(x, mask=is_kept, other=0.0))
     if first > folded:
         state = _fold_entries(
@@ -237,7 +236,7 @@ def _delta_sums_kernel(
         )
         for index in gl.static_range(DEPTH):
             gl.store(states + index * VALUE_DIM, state[index].to(pool.dtype.element_ty))
-        sync_lanes()  # what is appended may overwrite what another lane folds
+        sync_lanes()  # appended values may overwrite entries that other lanes still fold
 
     line = row.to(gl.int64) * max_tokens * HEADS + head
     scalars += line * _SCALARS
@@ -256,22 +255,22 @@ def _delta_sums_kernel(
     while t < count:
         stop = gl.minimum(((computed + t) // RING + 1) * RING - computed, count)
         for at in range(t + 1, stop):
-            its_held, its_asked = _multiply(state, k, q, WIDTH, SUMS)
-            its_v = gl.load(values + at * tokens.v_stride)
-            its_factors = _load_factors(scalars, inputs, at, HEADS, RING)
+            next_held, next_asked = _multiply(state, k, q, WIDTH, SUMS)
+            next_v = gl.load(values + at * tokens.v_stride)
+            next_factors = _load_factors(scalars, inputs, at, HEADS, RING)
             following = gl.minimum(at + 1, count - 1)
             k, q = gl.load(keys + following * k_stride), gl.load(queries + following * q_stride)
             written = _finish_token(
                 held, asked, v, factors, written, y, xs, ring.x_stride, at - 1, computed + at - 1, w,
                 HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
             )  # fmt: skip
-            held, asked, v, factors = its_held, its_asked, its_v, its_factors
+            held, asked, v, factors = next_held, next_asked, next_v, next_factors
         written = _finish_token(
             held, asked, v, factors, written, y, xs, ring.x_stride, stop - 1, computed + stop - 1, w,
             HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
         )  # fmt: skip
         if stop < count:
-            sync_lanes()  # another lane may have appended what this one folds
+            sync_lanes()  # other lanes may have appended the entries that this lane folds
             position = computed + stop
             begin = gl.maximum(first, position - RING)
             state = _fold_entries(
@@ -290,7 +289,7 @@ def _delta_sums_kernel(
 
 
 def replay_by_sums(arguments: dict[str, Any], num_heads: int, tiling: ReplayTiling) -> None:
-    """Fold, append corrected values and write the outputs, in place; as `replay_portably`, of whole tiles."""
+    """Launch the sums kernel, which folds, appends x and writes the outputs; arguments as in `replay_portably`."""
     pool = arguments["pool"]
     _delta_sums_kernel[(num_heads * (arguments["VALUE_DIM"] // tiling.width),)](
         **arguments, WIDTH=tiling.width, LANES=LANES, enable_fp_fusion=False, **overlapping(pool.device)

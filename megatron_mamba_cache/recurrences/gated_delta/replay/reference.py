@@ -5,31 +5,22 @@ from torch import Tensor
 
 from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
-from ...replay.reference import advanced, append, folded, most
+from ...replay.reference import advanced, append, fold_and_replay
 from ...replay.ring import ReplayRing
-from ...slot_copies import load_slots, store_slots
 from ..inputs import EPS, DeltaTokens, GateWeights, write_strengths
 
 
 def delta_replay_ref(
     tokens: DeltaTokens, gates: GateWeights, pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
 ) -> Tensor:
-    """Torch reference for `delta_replay`.
-
-    Returns:
-        [tokens, value heads, value_dim] in v's dtype; zeros past the last request.
-    """
+    """Torch reference for `delta_replay`."""
     num_tokens, heads = tokens.v.shape[:2]
-    y = tokens.v.new_zeros(num_tokens + 1, *tokens.v.shape[1:])  # the last takes what is not a token
+    y = tokens.v.new_zeros(num_tokens + 1, *tokens.v.shape[1:])  # the additional last token receives padding
     if rows.slots.shape[0] == 0 or num_tokens == 0:
         return y[:num_tokens]
     dtype = compute_dtype(tokens.v)
     is_row = rows.slots != PAD_SLOT
-    first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
-    states = folded(load_slots(pool, rows.slots, dtype), pool.dtype, ring, rows, first, ring_len)
-    store_slots(pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
-    for i in range(most(rows.computed - first, is_row, ring_len)):
-        states = advanced(states, ring, rows.buffers, first + i, is_row & (first + i < rows.computed))
+    states = fold_and_replay(pool, ring, rows, ring_len, dtype)
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     for t in range(rows.max_tokens):

@@ -23,7 +23,7 @@ from torch import Tensor
 from ....kernels.kernel_language import only_if
 from ....kernels.overlap import await_then_release, overlapping
 from ...batches import PAD_SLOT, ReplayBatch
-from ...replay.ring import ReplayRing, kernel_ring, kernel_rows
+from ...replay.ring import ReplayRing, kernel_ring, kernel_rows, load_request_or_tail
 from ..inputs import SSMTokens, SSMWeights, kernel_tokens, kernel_weights, time_step
 
 _LEAST_OWN = 8  # 2 to 8 tokens per request share one compiled kernel
@@ -75,14 +75,8 @@ def _coefficients_kernel(
     block = tl.program_id(0) % BLOCKS
     group = tl.program_id(0) // BLOCKS % GROUPS
     row = tl.program_id(0) // (BLOCKS * GROUPS)
-    is_row = row < num_rows
-    start = tl.load(rows.cu_tokens + row)
-    end = tl.load(rows.cu_tokens + row + 1, mask=is_row, other=num_tokens)
-    slot = tl.load(rows.slots + row, mask=is_row, other=_PAD)
+    slot, start, end, number, folded, computed = load_request_or_tail(rows, row, num_rows, num_tokens)
     is_live = slot != _PAD
-    number = tl.load(rows.buffers + row, mask=is_live, other=0).to(tl.int64)
-    folded = tl.load(rows.folded + row, mask=is_live, other=0)
-    computed = tl.load(rows.computed + row, mask=is_live, other=0)
 
     # `tl.dot` needs dimensions of at least 16, so smaller ones are padded.
     PADDED: tl.constexpr = RING if TOKENS == 1 or RING > 16 else 16

@@ -28,7 +28,7 @@ from ....kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ....kernels.overlap import await_launcher, overlapping, release
 from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.fold import fold_entries
-from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows
+from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows, load_request
 from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
 from .coefficients import append_and_weigh
 from .reference import state_replay_ref
@@ -148,12 +148,7 @@ def _state_replay_kernel(
     part = tl.program_id(0) % PARTS
     head = tl.program_id(0) // PARTS % HEADS
     row = tl.program_id(0) // (PARTS * HEADS)
-    slot = tl.load(rows.slots + row).to(tl.int64)
-    start = tl.load(rows.cu_tokens + row)
-    count = tl.load(rows.cu_tokens + row + 1) - start
-    number = tl.load(rows.buffers + row).to(tl.int64)
-    folded = tl.load(rows.folded + row)
-    computed = tl.load(rows.computed + row)
+    slot, start, count, number, folded, computed = load_request(rows, row)
     if slot == _PAD:
         await_launcher(OVERLAPS)
         return

@@ -28,6 +28,7 @@ from ...replay.operands import (
     slice_len,
     split_into_bf16,
 )
+from ...replay.ring import load_request
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -65,12 +66,7 @@ def _state_mma_kernel(
     part = gl.program_id(0) % PARTS
     head = gl.program_id(0) // PARTS % HEADS
     row = gl.program_id(0) // (PARTS * HEADS)
-    slot = gl.load(rows.slots + row).to(gl.int64)
-    start = gl.load(rows.cu_tokens + row)
-    count = gl.load(rows.cu_tokens + row + 1) - start
-    number = gl.load(rows.buffers + row).to(gl.int64)
-    folded = gl.load(rows.folded + row)
-    computed = gl.load(rows.computed + row)
+    slot, start, count, number, folded, computed = load_request(rows, row)
     if slot == _PAD:
         await_launcher(OVERLAPS)
         return

@@ -2,7 +2,7 @@
 
 A warp owns `width` columns of a head's state, in registers. Each lane holds a run of d_state elements in a few columns,
 so most of the product with C is summed within a lane, and only one sum per column and token crosses lanes. Folds are
-bit-identical to `fold_mma` for bf16 tokens, otherwise to `outputs`. Folding and loading the state start while
+bit-identical to `fold_mma` for bf16 tokens, otherwise to `fold`. Folding and loading the state start while
 `coefficients` still runs.
 """
 
@@ -16,6 +16,7 @@ from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT
 from ...replay.fold_mma import fold_tile
 from ...replay.operands import sync_lanes
+from ...replay.ring import load_request
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -39,7 +40,7 @@ def _fold_entries(
     state, pool, x, b, steps, ring, position, end,
     HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
-    """Fold ring entries into the float32 `state` [lanes, d_state per lane, width]; see `fold_entries` in `outputs`."""
+    """Fold ring entries into the float32 `state` [lanes, d_state per lane, width]; see `fold_entries` in `fold`."""
     entry = load_entry(x, b, steps, ring, position, end, HEADS, CAPACITY, X_CAPACITY)
     following = load_entry(x, b, steps, ring, position + 1, end, HEADS, CAPACITY, X_CAPACITY)
     while position < end:
@@ -91,12 +92,7 @@ def _state_sums_kernel(
     part = gl.program_id(0) % PARTS
     head = gl.program_id(0) // PARTS % HEADS
     row = gl.program_id(0) // (PARTS * HEADS)
-    slot = gl.load(rows.slots + row).to(gl.int64)
-    start = gl.load(rows.cu_tokens + row)
-    count = gl.load(rows.cu_tokens + row + 1) - start
-    number = gl.load(rows.buffers + row).to(gl.int64)
-    folded = gl.load(rows.folded + row)
-    computed = gl.load(rows.computed + row)
+    slot, start, count, number, folded, computed = load_request(rows, row)
     if slot == _PAD:
         await_launcher(OVERLAPS)
         return

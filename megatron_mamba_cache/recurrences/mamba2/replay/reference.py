@@ -5,9 +5,8 @@ from torch import Tensor
 
 from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
-from ...replay.reference import advanced, append, folded, most
+from ...replay.reference import advanced, append, fold_and_replay
 from ...replay.ring import ReplayRing
-from ...slot_copies import load_slots, store_slots
 from ..inputs import SSMTokens, SSMWeights
 
 
@@ -22,11 +21,7 @@ def state_replay_ref(
     dtype = compute_dtype(tokens.x)
     D = weights.D.to(dtype)
     is_row = rows.slots != PAD_SLOT
-    first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
-    states = folded(load_slots(ssm_pool, rows.slots, dtype), ssm_pool.dtype, ring, rows, first, ring_len)
-    store_slots(ssm_pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
-    for i in range(most(rows.computed - first, is_row, ring_len)):
-        states = advanced(states, ring, rows.buffers, first + i, is_row & (first + i < rows.computed))
+    states = fold_and_replay(ssm_pool, ring, rows, ring_len, dtype)
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     each = torch.arange(rows.max_tokens, device=starts.device)

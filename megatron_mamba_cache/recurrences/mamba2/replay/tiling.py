@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ...replay.tiling import has_gluon, hopper_width, runs_gluon
+from ...replay.tiling import current_device_runs_gluon, hopper_width, runs_gluon
 from ..inputs import SSMTokens
 
 _LARGEST_MULTIPLIED = 128
@@ -57,6 +57,4 @@ def choose_tiling(tokens: SSMTokens, ssm_pool: Tensor, max_tokens: int) -> Repla
 
 def replays_fast(head_dim: int, d_state: int) -> bool:
     """Return True if the current device has a Gluon kernel that replays states of this shape."""
-    if not torch.cuda.is_available() or hopper_width(head_dim, d_state) is None:
-        return False
-    return has_gluon(torch.device("cuda", torch.cuda.current_device()))
+    return hopper_width(head_dim, d_state) is not None and current_device_runs_gluon()
