@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper
+from megatron_mamba_cache.kernels.kernel_launches import launches_kernel
 from megatron_mamba_cache.kernels.quantized import dequantize as dequantize_module
 from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper
 from megatron_mamba_cache.kernels.quantized import product as product_module
@@ -125,6 +126,8 @@ def test_parts_of_the_inputs_sum_in_order_and_leave_counters_at_zero(parts: int,
 @pytest.mark.parametrize("blocks", [None, (128, 128)])
 def test_a_token_does_not_depend_on_others_of_its_range(blocks: tuple[int, int] | None, device: str) -> None:
     weight, x = fp8_matrix(96, 1024, blocks, device), tokens(MOST_TOKENS, 1024, device)
+    if not launches_kernel(x):
+        pytest.skip("the bits of the reference depend on the number of tokens")
     used = counters(weight)
     for first, last in ((1, 16), (17, 32), (33, MOST_TOKENS)):
         assert choose_tiles(weight, first) == choose_tiles(weight, last)

@@ -186,7 +186,7 @@ def _multiply(pipeline, scales, results, sizes, GROUP: gl.constexpr):
                 _put_part(results, sums, tile, first, low == 0, sizes, GROUP, SUMS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens"])
+@gluon.jit(do_not_specialize=["num_tokens", "out_stride"])
 def _few_tokens_hopper_kernel(
     codes, tokens, scales, factors, out, parts, counters, out_stride, num_tokens,
     ROWS: gl.constexpr, STEPS: gl.constexpr, WORK: gl.constexpr, PROGRAMS: gl.constexpr,
