@@ -122,7 +122,7 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     add = parser.add_argument_group("cache").add_argument
     stored = "format of cached states, with --model: float32 (live) or quantized to 8 bits (default: live)"
     add("--cached-state-dtype", choices=CacheConfig.RULES["cached_state_dtype"], default="live", help=stored)
-    keys = "with --model, format of cached keys and values: bf16 or float32 as in the model, or FP8 (default: auto)"
+    keys = "format of cached keys and values, with --model: the dtype of the weights, or FP8 (default: auto)"
     add("--kv-cache-dtype", choices=CacheConfig.RULES["kv_cache_dtype"], default="auto", help=keys)
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
     add("--cache-gb", type=float, nargs="+", metavar="G", help=f"cache sizes in GiB (default: {sizes})")
@@ -177,9 +177,9 @@ def _add_machine_arguments(parser: ArgumentParser) -> None:
     machine.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
     dtype = "precision of the weights (default: the checkpoint's on a GPU; fp32 on a CPU and for built-in models)"
     machine.add_argument("--dtype", choices=("fp32", "bf16"), help=dtype)
-    small = "compute with bf16 weights instead of the checkpoint's FP8 or FP4 ones, which take less memory"
-    machine.add_argument("--dequantize-weights", action="store_true", help=small)
-    inputs = "inputs of FP8 weights in prompts: quantized as the checkpoint says, or bf16 (default: auto)"
+    dequantized = "dequantize FP8 and FP4 weights while they load; they then take as much memory as others"
+    machine.add_argument("--dequantize-weights", action="store_true", help=dequantized)
+    inputs = "inputs of FP8 layers for prompt tokens: quantized if the checkpoint says so, or bf16 (default: auto)"
     machine.add_argument("--activation-dtype", choices=("auto", "bf16"), default="auto", help=inputs)
 
 

@@ -1,6 +1,6 @@
-"""Properties of replayed states of the gated delta rule, of the kernels and of their twin.
+"""Properties of replayed states of the gated delta rule, for the kernels and their torch reference.
 
-Where the kernels neither compile nor are interpreted, the op is its twin; `test_interpreted` runs this file again.
+If kernels are neither compiled nor interpreted, the op is its reference; `test_interpreted` runs this file again.
 """
 
 import random
@@ -43,7 +43,7 @@ PERIODS = 2 if INTERPRETED else 5
 
 @pytest.fixture(params=[delta_replay, delta_replay_ref])
 def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
-    """Return the op or its twin; check that the kernels were launched, or were not."""
+    """Return the op or its reference; check that the kernels were launched, or were not."""
     of_kernel = request.param is delta_replay
     with ExitStack() as stack:
         for module, kernel in ((factors, "_factors_kernel"), (outputs, "_delta_replay_kernel")):
@@ -74,13 +74,13 @@ def replayed(
 def texts(
     number: int, length: int, device: str, shape: DeltaShape = SHAPE, dtype: torch.dtype = torch.float32
 ) -> list[DeltaSteps]:
-    """Return texts of one model, with more tokens after them for drafts."""
+    """Return token sequences of one layer; each has 9 more tokens for drafts."""
     every = random_steps(number * (length + 9), device, shape, dtype=dtype)
     return [every[i * (length + 9) : (i + 1) * (length + 9)] for i in range(number)]
 
 
 def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
-    """Decode every request to its `length`, in steps of random requests with random drafts, padding between."""
+    """Decode every request to `length` tokens, in steps of random requests and drafts, with padding between them."""
     while open_requests := [request for request in requests.requests if request.computed < length]:
         turns = []
         for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
@@ -92,7 +92,9 @@ def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int,
 
 
 @pytest.mark.parametrize(("num_drafts", "ring_len"), [(0, 4), (0, 16), (3, 8), (8, 4), (5, 16), (7, 32)])
-def test_outputs_and_bases_are_those_of_the_recurrence(num_drafts: int, ring_len: int, op: Op, device: str) -> None:
+def test_replayed_outputs_and_stored_states_match_the_recurrence(
+    num_drafts: int, ring_len: int, op: Op, device: str
+) -> None:
     torch.manual_seed(num_drafts)
     length = (PERIODS if ring_len < 32 else 2) * ring_len + 3
     requests = replayed(texts(MOST, length, device), ring_len, 1 + num_drafts)
@@ -104,7 +106,7 @@ def test_outputs_and_bases_are_those_of_the_recurrence(num_drafts: int, ring_len
 
 
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
-def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
+def test_float64_delta_replay_matches_the_recurrence_over_long_texts(seed: int) -> None:
     torch.manual_seed(seed)
     draw = random.Random(seed)
     length, ring_len, num_drafts = 150, draw.choice([4, 8, 16, 32]), draw.randint(0, 8)
@@ -127,10 +129,10 @@ def test_twin_in_float64_is_the_recurrence_over_long_texts(seed: int) -> None:
         pytest.param(HOPPER_SHAPE, torch.bfloat16, marks=ON_HOPPER, id="hopper"),
     ],
 )
-def test_outputs_bases_and_rings_depend_on_tokens_alone(
+def test_outputs_rings_and_stored_states_depend_only_on_the_tokens(
     shape: DeltaShape, inputs: torch.dtype, dtype: torch.dtype, data: st.DataObject
 ) -> None:
-    """Whatever the drafts, what is kept of them, the batch and the capacity: bits of a step of one token at a time."""
+    """For any drafts, accepted drafts, batch and ring capacity, the bits are those of one-token steps."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(data.draw(st.integers(0, 3)))
     ring_len = data.draw(st.sampled_from([4, 8] if INTERPRETED else [4, 8, 16, 32]))
@@ -166,14 +168,14 @@ def test_outputs_bases_and_rings_depend_on_tokens_alone(
 
 
 @BOTH_POOLS
-def test_boundary_folds_write_the_base_of_a_later_step(dtype: torch.dtype, op: Op, device: str) -> None:
+def test_boundary_state_equals_the_state_that_later_steps_store(dtype: torch.dtype, op: Op, device: str) -> None:
     fold = fold_boundaries if op is delta_replay else fold_boundaries_ref
     check_boundary_folds(op, fold, DeltaShape(2, 4, 16, 16), torch.float32, dtype, device)
 
 
 @on_hopper
 @BOTH_POOLS
-def test_boundary_folds_write_the_base_of_a_later_step_on_hopper(
+def test_boundary_state_equals_the_state_that_later_steps_store_on_hopper(
     dtype: torch.dtype, hopper_op: Op, device: str
 ) -> None:
     check_boundary_folds(hopper_op, fold_boundaries, HOPPER_SHAPE, torch.bfloat16, dtype, device)
@@ -182,7 +184,7 @@ def test_boundary_folds_write_the_base_of_a_later_step_on_hopper(
 def check_boundary_folds(
     op: Op, fold: Callable[..., None], shape: DeltaShape, inputs: torch.dtype, dtype: torch.dtype, device: str
 ) -> None:
-    """Compare bases that steps fold, before them and within them, with those of a boundary fold."""
+    """Compare the bases that steps fold, before or between their tokens, with those of a boundary fold."""
     torch.manual_seed(3)
     ring_len, most = 8, 4
     every = [text.cast(inputs) for text in texts(2, 40, device, shape)]
@@ -202,8 +204,8 @@ def check_boundary_folds(
         assert same_bits(before.pool[target], requests.pool[request.slot])
 
 
-def test_a_request_may_start_anywhere(op: Op, device: str) -> None:
-    """Prefill leaves a base at no multiple of the ring's length, and an empty ring."""
+def test_delta_replay_can_start_at_any_position(op: Op, device: str) -> None:
+    """After prefill, the base is not at a multiple of the ring length, and the ring is empty."""
     torch.manual_seed(2)
     requests = replayed(texts(2, 30, device), 8, 3, starts=[5, 11])
     decode(requests, op, random.Random(2), 29, 2)
@@ -215,17 +217,19 @@ def test_a_request_may_start_anywhere(op: Op, device: str) -> None:
         )
 
 
-def test_nan_of_a_kept_token_stays_with_its_request_and_those_after_it(op: Op, device: str) -> None:
+def test_nan_token_in_delta_replay_affects_only_later_tokens_of_its_request(op: Op, device: str) -> None:
     check_nan(op, SHAPE, torch.float32, device)
 
 
 @on_hopper
-def test_nan_of_a_kept_token_stays_with_its_request_and_those_after_it_on_hopper(hopper_op: Op, device: str) -> None:
+def test_nan_token_in_delta_replay_affects_only_later_tokens_of_its_request_on_hopper(
+    hopper_op: Op, device: str
+) -> None:
     check_nan(hopper_op, HOPPER_SHAPE, torch.bfloat16, device)
 
 
 def check_nan(op: Op, shape: DeltaShape, inputs: torch.dtype, device: str) -> None:
-    """Poison a kept token of one of two requests."""
+    """Set a kept token of one of two requests to NaN."""
     torch.manual_seed(3)
     requests = replayed([text.cast(inputs) for text in texts(2, 9, device, shape)], 8, 4, shape=shape)
     bad, good = requests.requests
@@ -237,7 +241,7 @@ def check_nan(op: Op, shape: DeltaShape, inputs: torch.dtype, device: str) -> No
 
 @BOTH_POOLS
 @pytest.mark.parametrize("num_drafts", [0, 8])
-def test_bf16_states_lose_digits_once_a_ring_within_steps_too(
+def test_stored_states_are_cast_once_per_ring_length_even_within_a_step(
     num_drafts: int, dtype: torch.dtype, op: Op, device: str
 ) -> None:
     torch.manual_seed(4)
@@ -271,24 +275,26 @@ def test_bf16_states_lose_digits_once_a_ring_within_steps_too(
         (DeltaShape(1, 3, 16, 24), 16),
     ],
 )
-def test_kernel_computes_what_its_twin_does(shape: DeltaShape, width: int, dtype: torch.dtype, device: str) -> None:
+def test_delta_replay_kernel_matches_its_reference(
+    shape: DeltaShape, width: int, dtype: torch.dtype, device: str
+) -> None:
     if device == "cpu" and not INTERPRETED:
         pytest.skip("the kernels run on a GPU or in the interpreter")
-    compare_with_twin(shape, ReplayTiling(width, num_warps=4, max_registers=128), torch.float32, dtype, device)
+    compare_with_reference(shape, ReplayTiling(width, num_warps=4, max_registers=128), torch.float32, dtype, device)
 
 
 @on_hopper
 @BOTH_POOLS
 @pytest.mark.parametrize("ring_len", [4, 8, 16, 32])
 @pytest.mark.parametrize("shape", [DeltaShape(1, 2, 128, 128), HOPPER_SHAPE, DeltaShape(2, 6, 16, 96)])
-def test_hopper_kernel_computes_what_its_twin_does(
+def test_hopper_delta_replay_kernel_matches_its_reference(
     shape: DeltaShape, ring_len: int, dtype: torch.dtype, hopper_op: Op, device: str
 ) -> None:
     assert hopper_op is delta_replay
-    compare_with_twin(shape, SUMS, torch.bfloat16, dtype, device, ring_len)
+    compare_with_reference(shape, SUMS, torch.bfloat16, dtype, device, ring_len)
 
 
-def compare_with_twin(
+def compare_with_reference(
     shape: DeltaShape,
     tiling: ReplayTiling,
     inputs: torch.dtype,
@@ -296,7 +302,7 @@ def compare_with_twin(
     device: str,
     ring_len: int = 8,
 ) -> None:
-    """Compare a step of the kernel with one of the twin, from the same states and rings."""
+    """Compare a step of the kernel with one of the reference, from the same states and rings."""
     torch.manual_seed(shape.key_dim)
     most = 9
     mine = replayed(
@@ -319,14 +325,14 @@ def compare_with_twin(
         torch.testing.assert_close(found, held, rtol=1e-5, atol=1e-5 if exact else 2e-2, equal_nan=True)
 
 
-def test_no_requests_give_zeros(device: str) -> None:
+def test_delta_replay_of_padding_only_gives_zeros(device: str) -> None:
     steps = random_steps(3, device, SHAPE)
     requests = replayed([steps], 4, 1)
     y = delta_replay(steps.tokens, steps.gates, requests.pool, requests.ring, requests.rows([]), 4)
     assert y.shape == steps.tokens.v.shape and (y == 0).all()
 
 
-def test_views_of_a_wider_projection_and_a_strided_pool(op: Op, device: str) -> None:
+def test_delta_replay_accepts_input_views_and_strided_pools(op: Op, device: str) -> None:
     torch.manual_seed(7)
     (text,) = texts(1, 12, device)
     plain, strided = (replayed([text], 4, 3) for _ in range(2))
@@ -367,7 +373,7 @@ BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_arguments_that_disagree_are_refused(name: str) -> None:
+def test_delta_replay_refuses_mismatched_arguments(name: str) -> None:
     change, reason = BAD_CALLS[name]
     requests = replayed(texts(1, 3, "cpu"), 4, 3)
     step = requests.requests[0].text[:3]
@@ -378,8 +384,8 @@ def test_arguments_that_disagree_are_refused(name: str) -> None:
 
 
 @pytest.mark.long
-def test_errors_over_4096_tokens_are_no_larger_than_the_window_forms(device: str) -> None:
-    """Relative to the fp64 recurrence; bf16 states, rounded once a ring and not once a token, are better by far."""
+def test_replay_error_over_4096_tokens_is_at_most_that_of_delta_verify(device: str) -> None:
+    """Errors are relative to the fp64 recurrence. Replay rounds bf16 states once per ring, not once per token."""
     torch.manual_seed(9)
     shape, length = DeltaShape(1, 2, 16, 8), 4096
     (text,) = texts(1, length, device, shape)

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper
-from megatron_mamba_cache.kernels.kernel_launches import launches_kernel
+from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper, launches_kernel
 from megatron_mamba_cache.kernels.quantized import dequantize as dequantize_module
 from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper
 from megatron_mamba_cache.kernels.quantized import product as product_module

@@ -209,7 +209,7 @@ def delta_kernel(compile_for_hopper: Compile, tiling: delta_tiling.ReplayTiling)
 
 @POOL_DTYPES
 @DELTA_TILINGS
-def test_delta_states_stay_in_registers(
+def test_delta_replay_kernels_keep_states_in_registers(
     tiling: delta_tiling.ReplayTiling, dtype: torch.dtype, compile_for_hopper: Compile, tmp_path: Path
 ) -> None:
     weighing = compile_for_hopper(factors, "_factors_kernel")
@@ -223,7 +223,7 @@ def test_delta_states_stay_in_registers(
 
 
 @pytest.mark.parametrize(("key_dim", "ring_len"), [(128, 16), (64, 32), (64, 4), (16, 8)])
-def test_delta_sums_move_nothing_but_sums_between_lanes(
+def test_delta_sums_kernel_moves_only_sums_between_lanes(
     key_dim: int, ring_len: int, compile_for_hopper: Compile, tmp_path: Path
 ) -> None:
     """Two sums over key_dim per token, of four columns per lane, each over four lanes."""
@@ -238,7 +238,7 @@ def test_delta_sums_move_nothing_but_sums_between_lanes(
 
 
 @DELTA_TILINGS
-def test_delta_steps_of_any_batch_and_drafts_compile_nothing_new(
+def test_delta_replay_does_not_recompile_for_other_batches(
     tiling: delta_tiling.ReplayTiling, compile_for_hopper: Compile
 ) -> None:
     """One kernel for any number of tokens: another one might sum in another order."""
@@ -250,7 +250,7 @@ def test_delta_steps_of_any_batch_and_drafts_compile_nothing_new(
 
 
 @DELTA_TILINGS
-def test_early_delta_kernels_wait_for_their_inputs(
+def test_delta_replay_kernels_launched_early_wait_for_their_inputs(
     tiling: delta_tiling.ReplayTiling, compile_for_hopper: Compile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (factors, delta_outputs, delta_outputs_sums):

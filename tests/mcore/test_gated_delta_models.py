@@ -56,7 +56,7 @@ def test_state_slot_size_is_that_of_a_conv_window_and_a_state_matrix(
 
 
 @pytest.mark.parametrize("form", ["replay", "window"])
-def test_states_after_drafts_are_kept_as_asked(form: str) -> None:
+def test_draft_states_setting_selects_the_draft_storage(form: str) -> None:
     subject = hybrid(MODELS[0])
     config = cache_config(subject.sizes, draft_states=form, num_speculative_tokens=4)
     run = EngineRun.start(subject, config)

@@ -53,7 +53,7 @@ def test_gated_delta_verification_of_drafts_matches_prefill_of_the_same_tokens(d
 
 
 @pytest.mark.parametrize("is_fast", [False, True])
-def test_states_are_replayed_where_that_is_faster(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gated_delta_states_are_replayed_where_that_is_faster(is_fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(DELTA, ReplayedRecurrence)
     monkeypatch.setattr(recurrence, "replays_fast", lambda key_dim, value_dim: is_fast)
     for requests, drafts in ((1, 8), (2, 0), (3, 0), (64, 5)):
@@ -62,7 +62,7 @@ def test_states_are_replayed_where_that_is_faster(is_fast: bool, monkeypatch: py
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_steps_may_pass_a_fold(dtype: str) -> None:
+def test_gated_delta_steps_may_pass_a_rounding_position(dtype: str) -> None:
     """The kernel folds within a step, to the bits that the pool would hold: drafts need not end before it."""
     config = CacheConfig(max_requests=64, num_speculative_tokens=5, draft_states="replay", ssm_state_dtype=dtype)
     assert delta_shape().rounding_len(config) is None
@@ -70,7 +70,7 @@ def test_steps_may_pass_a_fold(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("model", [torch.bfloat16, torch.float32, torch.float64])
-def test_rings_hold_keys_as_they_are_and_corrected_values_as_computed(model: torch.dtype) -> None:
+def test_gated_delta_rings_hold_keys_in_the_model_dtype_and_corrected_values_in_float32(model: torch.dtype) -> None:
     layout = DELTA.buffers(3, StateDtypes(model, torch.bfloat16, torch.bfloat16), fold_len=16, num_drafts=DRAFTS)
     rings, tail = layout.zeros(2, "cpu"), layout.draft_inputs(2, "cpu")
     of_values = torch.float64 if model == torch.float64 else torch.float32

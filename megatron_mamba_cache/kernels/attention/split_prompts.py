@@ -62,7 +62,7 @@ class SplitPart:
         self._own.plan(own)
 
     def run(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor, scales: KVScales = UNSCALED) -> None:
-        """Compute attention in one layer for the planned tokens; write the result to `out`; "fa3" has no scales."""
+        """Compute attention in one layer for the planned tokens; write the result to `out`; `scales` are not used."""
         parts = q.new_empty(self._num_pieces + 1, *q.shape)
         lse = torch.empty(parts.shape[:3], dtype=torch.float32, device=q.device)
         second = self._second_stream(q.device)
