@@ -98,13 +98,13 @@ def _factors_kernel(
     slot, start, end, number, folded, computed = load_request_or_tail(rows, row, num_rows, num_tokens)
 
     n = tl.arange(0, triton.next_power_of_2(KEY_DIM))
-    w = tl.arange(0, RING)
+    j = tl.arange(0, RING)
     h = tl.arange(0, triton.next_power_of_2(HEADS_A_KEY))
     has_n = n < KEY_DIM
     has_h = h < HEADS_A_KEY
     head = key_head * HEADS_A_KEY + h
     begin = computed // RING * RING
-    positions = begin + w
+    positions = begin + j
     is_kept = (positions >= folded) & (positions < computed)
     keys = ring.B + number * ring.B_ring + key_head * KEY_DIM + n
     kept = tl.load(
@@ -136,8 +136,8 @@ def _factors_kernel(
     own_keys = key_head * KEY_DIM + n
     following = _load_token(tokens, start + split, split < end - start, own_keys, head, has_n, has_h)
     at = computed + split  # the program's next token
-    while at < until:
-        positions = begin + w
+    while at < until:  # once per period; keys and decays are those of its tokens in the ring and in the step
+        positions = begin + j
         own = start + positions - computed
         is_own = (positions >= computed) & (positions < until)
         sources = tokens.k + own.to(tl.int64)[:, None] * tokens.k_stride + own_keys[None, :]
@@ -176,7 +176,7 @@ def _factors_kernel(
             is_earlier, is_later = (positions < at)[None, :], (positions > at)[None, :]
             of_keys = tl.sum(tile * k[None, :], axis=1)[None, :] * (strength * of_k)[:, None] * since_each
             of_queries = tl.sum(tile * q[None, :], axis=1)[None, :] * of_q * since_each
-            of_inputs = inputs + line[:, None] * (2 * RING) + w[None, :]
+            of_inputs = inputs + line[:, None] * (2 * RING) + j[None, :]
             tl.store(of_inputs, tl.where(is_earlier, of_keys, 0.0), mask=has_h[:, None])
             tl.store(of_inputs + RING, tl.where(is_later, 0.0, of_queries), mask=has_h[:, None])
             at += splits

@@ -182,7 +182,7 @@ def _delta_replay_kernel(
     inputs += line * (2 * RING)
     y += tl.cast(start, tl.int64) * (HEADS * VALUE_DIM) + values
     await_launcher(OVERLAPS)
-    w = tl.arange(0, RING)
+    j = tl.arange(0, RING)
     for t in range(0, count):
         position = computed + t
         if (t > 0) & (position % RING == 0):
@@ -198,10 +198,10 @@ def _delta_replay_kernel(
         v = tl.load(tokens.v + token * tokens.v_stride + values, mask=has_p, other=0.0).to(tl.float32)
         held = tl.sum(state * k[:, None], axis=0)
         asked = tl.sum(state * q[:, None], axis=0)
-        of_earlier = tl.sum(tl.load(inputs + w)[:, None] * written, axis=0)
+        of_earlier = tl.sum(tl.load(inputs + j)[:, None] * written, axis=0)
         new = tl.fma(v, tl.load(scalars), -tl.fma(held, tl.load(scalars + 1), of_earlier))
-        written = tl.where((w == position % RING)[:, None], new[None, :], written)
-        of_written = tl.sum(tl.load(inputs + RING + w)[:, None] * written, axis=0)
+        written = tl.where((j == position % RING)[:, None], new[None, :], written)
+        of_written = tl.sum(tl.load(inputs + RING + j)[:, None] * written, axis=0)
         out = tl.fma(asked, tl.load(scalars + 2), of_written)
         tl.store(y + t * (HEADS * VALUE_DIM), out.to(y.dtype.element_ty), mask=has_p)
         tl.store(xs + position % X_CAPACITY * ring.x_stride, new, mask=has_p)

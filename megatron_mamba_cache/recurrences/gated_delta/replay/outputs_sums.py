@@ -148,7 +148,7 @@ def _load_factors(scalars, inputs, t, HEADS: gl.constexpr, RING: gl.constexpr):
 
 @gluon.jit
 def _finish_token(
-    held, asked, v, factors, written, y, xs, x_stride, t, position, w,
+    held, asked, v, factors, written, y, xs, x_stride, t, position, j,
     HEADS: gl.constexpr, VALUE_DIM: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
     WIDTH: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
@@ -157,7 +157,7 @@ def _finish_token(
     Args:
         held, asked: Products of `_multiply`.
         written: Corrected values of the period, a tuple of tiles [lanes, width].
-        w: [lanes, 1]; position within the period of each lane's first value in `written`.
+        j: [lanes, 1]; position within the period of each lane's first value in `written`.
     """
     of_value, of_held, of_asked, of_keys, of_queries = factors
     of_keys = _spread(of_keys, WIDTH, SUMS)
@@ -169,7 +169,7 @@ def _finish_token(
     out = asked * of_asked
     with_new = ()
     for index in gl.static_range(len(written)):
-        each = gl.where(w == position % RING - index, new[None, :], written[index])
+        each = gl.where(j == position % RING - index, new[None, :], written[index])
         out = gl.fma(of_queries[index], each, out)
         with_new = appended(with_new, each)
     gl.store(xs + position % X_CAPACITY * x_stride, new)
@@ -223,10 +223,10 @@ def _delta_sums_kernel(
     xs = ring.x + number * ring.x_ring + channel + p
     bs = ring.B.to(gl.pointer_type(gl.int32), bitcast=True) + number * (ring.B_ring // 2) + pairs
     steps = ring.steps + number * ring.steps_ring + head
-    w = lane * KEPT
+    j = lane * KEPT
     written = ()
     for index in gl.static_range(KEPT):
-        positions = computed // RING * RING + w + index
+        positions = computed // RING * RING + j + index
         is_kept = (positions >= first) & (positions < computed)
         x = xs[None, :] + positions % X_CAPACITY * ring.x_stride
         written = appended(written, gl.load(x, mask=is_kept, other=0.0))
@@ -261,12 +261,12 @@ def _delta_sums_kernel(
             following = gl.minimum(at + 1, count - 1)
             k, q = gl.load(keys + following * k_stride), gl.load(queries + following * q_stride)
             written = _finish_token(
-                held, asked, v, factors, written, y, xs, ring.x_stride, at - 1, computed + at - 1, w,
+                held, asked, v, factors, written, y, xs, ring.x_stride, at - 1, computed + at - 1, j,
                 HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
             )  # fmt: skip
             held, asked, v, factors = next_held, next_asked, next_v, next_factors
         written = _finish_token(
-            held, asked, v, factors, written, y, xs, ring.x_stride, stop - 1, computed + stop - 1, w,
+            held, asked, v, factors, written, y, xs, ring.x_stride, stop - 1, computed + stop - 1, j,
             HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
         )  # fmt: skip
         if stop < count:
