@@ -1,5 +1,6 @@
 """Decode steps of requests with replayed states and random drafts, in poisoned pools and rings."""
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -150,6 +151,27 @@ class ReplayedRequests:
                 turn.request.computed += turn.kept
         assert (y[y.shape[0] - num_tail :] == 0).all()
         return y
+
+    def decode(self, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
+        """Decode all requests to `length` tokens, in random batches with random drafts and padding."""
+        while open_requests := [request for request in self.requests if request.computed < length]:
+            turns = []
+            for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
+                fed = draw.randint(0, num_drafts)
+                turns.append(Turn(request, fed, draw.randint(1, min(1 + fed, length - request.computed))))
+                if draw.random() < 0.2:
+                    turns.append(Turn(None, draw.randint(0, num_drafts)))
+            self.step(op, turns, num_tail=draw.randint(0, 2))
+
+    def assert_match_the_recurrence(self, *, rtol: float, atol: float) -> None:
+        """Check all outputs and stored states against the recurrence in float64."""
+        for request in self.requests:
+            found = torch.cat(request.outputs)
+            start = request.computed - len(found)
+            expected, states = request.text[start : request.computed].recurrence(self.initial[request.slot])
+            torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
+            stored = self.pool[request.slot].double()
+            torch.testing.assert_close(stored, states[request.folded - start], rtol=rtol, atol=atol)
 
     def _check_untouched(self, turns: Sequence[Turn], pool: Tensor, ring: ReplayRing) -> None:
         written, appended = set(), set()

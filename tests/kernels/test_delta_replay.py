@@ -79,18 +79,6 @@ def texts(
     return [every[i * (length + 9) : (i + 1) * (length + 9)] for i in range(number)]
 
 
-def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
-    """Decode every request to `length` tokens, in steps of random requests and drafts, with padding between them."""
-    while open_requests := [request for request in requests.requests if request.computed < length]:
-        turns = []
-        for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
-            fed = draw.randint(0, num_drafts)
-            turns.append(Turn(request, fed, draw.randint(1, min(1 + fed, length - request.computed))))
-            if draw.random() < 0.2:
-                turns.append(Turn(None, draw.randint(0, num_drafts)))
-        requests.step(op, turns, num_tail=draw.randint(0, 2))
-
-
 @pytest.mark.parametrize(("num_drafts", "ring_len"), [(0, 4), (0, 16), (3, 8), (8, 4), (5, 16), (7, 32)])
 def test_replayed_outputs_and_stored_states_match_the_recurrence(
     num_drafts: int, ring_len: int, op: Op, device: str
@@ -98,11 +86,8 @@ def test_replayed_outputs_and_stored_states_match_the_recurrence(
     torch.manual_seed(num_drafts)
     length = (PERIODS if ring_len < 32 else 2) * ring_len + 3
     requests = replayed(texts(MOST, length, device), ring_len, 1 + num_drafts)
-    decode(requests, op, random.Random(num_drafts), length, num_drafts)
-    for request in requests.requests:
-        expected, states = request.text[:length].recurrence(requests.initial[request.slot])
-        torch.testing.assert_close(torch.cat(request.outputs).double(), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(requests.pool[request.slot].double(), states[request.folded], rtol=1e-5, atol=1e-5)
+    requests.decode(op, random.Random(num_drafts), length, num_drafts)
+    requests.assert_match_the_recurrence(rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
@@ -111,11 +96,8 @@ def test_float64_delta_replay_matches_the_recurrence_over_long_texts(seed: int) 
     draw = random.Random(seed)
     length, ring_len, num_drafts = 150, draw.choice([4, 8, 16, 32]), draw.randint(0, 8)
     requests = replayed(texts(2, length, "cpu", dtype=torch.float64), ring_len, 1 + num_drafts, dtype=torch.float64)
-    decode(requests, delta_replay, draw, length, num_drafts)
-    for request in requests.requests:
-        expected, states = request.text[:length].recurrence(requests.initial[request.slot])
-        torch.testing.assert_close(torch.cat(request.outputs), expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(requests.pool[request.slot], states[request.folded], rtol=1e-12, atol=1e-12)
+    requests.decode(delta_replay, draw, length, num_drafts)
+    requests.assert_match_the_recurrence(rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=4 if INTERPRETED else 20)
@@ -148,7 +130,7 @@ def test_outputs_rings_and_stored_states_depend_only_on_the_tokens(
         spare=data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3))),
         starts=[start] * number,
     )
-    decode(requests, delta_replay, data.draw(st.randoms(use_true_random=False)), length, num_drafts)
+    requests.decode(delta_replay, data.draw(st.randoms(use_true_random=False)), length, num_drafts)
     one_by_one = replayed(
         [r.text for r in requests.requests], ring_len, 1, shape=shape, dtype=dtype, starts=[start] * number
     )
@@ -189,7 +171,7 @@ def check_boundary_folds(
     ring_len, most = 8, 4
     every = [text.cast(inputs) for text in texts(2, 40, device, shape)]
     requests = replayed(every, ring_len, most, shape=shape, dtype=dtype, starts=[3, 8])
-    decode(requests, op, random.Random(4), 21, most - 1)
+    requests.decode(op, random.Random(4), 21, most - 1)
     assert all(request.computed == 21 and request.folded == 16 for request in requests.requests)
     before = replayed([r.text for r in requests.requests], ring_len, most, shape=shape, dtype=dtype, starts=[3, 8])
     for request in before.requests:
@@ -208,13 +190,8 @@ def test_delta_replay_can_start_at_any_position(op: Op, device: str) -> None:
     """After prefill, the base is not at a multiple of the ring length, and the ring is empty."""
     torch.manual_seed(2)
     requests = replayed(texts(2, 30, device), 8, 3, starts=[5, 11])
-    decode(requests, op, random.Random(2), 29, 2)
-    for request, start in zip(requests.requests, (5, 11), strict=True):
-        expected, states = request.text[start:29].recurrence(requests.initial[request.slot])
-        torch.testing.assert_close(torch.cat(request.outputs).double(), expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(
-            requests.pool[request.slot].double(), states[request.folded - start], rtol=1e-5, atol=1e-5
-        )
+    requests.decode(op, random.Random(2), 29, 2)
+    requests.assert_match_the_recurrence(rtol=1e-5, atol=1e-5)
 
 
 def test_nan_token_in_delta_replay_affects_only_later_tokens_of_its_request(op: Op, device: str) -> None:
@@ -308,7 +285,7 @@ def compare_with_reference(
     mine = replayed(
         [text.cast(inputs) for text in texts(3, 30, device, shape)], ring_len, most, shape=shape, dtype=dtype
     )
-    decode(mine, delta_replay_ref, random.Random(1), 13, 8)
+    mine.decode(delta_replay_ref, random.Random(1), 13, 8)
     its_pool, its_ring = mine.pool.clone(), copied(mine.ring)
     turns = [Turn(request, i % most, 1 + i % most) for i, request in enumerate(mine.requests, start=5)]
     rows = mine.rows(turns)

@@ -54,18 +54,6 @@ def op(request: pytest.FixtureRequest, device: str) -> Iterator[Op]:
         yield request.param
 
 
-def decode(requests: ReplayedRequests, op: Op, draw: random.Random, length: int, num_drafts: int) -> None:
-    """Decode all requests to their `length`, in random batches with random drafts and padding."""
-    while open_requests := [request for request in requests.requests if request.computed < length]:
-        turns = []
-        for request in draw.sample(open_requests, draw.randint(1, len(open_requests))):
-            fed = draw.randint(0, num_drafts)
-            turns.append(Turn(request, fed, draw.randint(1, min(1 + fed, length - request.computed))))
-            if draw.random() < 0.2:
-                turns.append(Turn(None, draw.randint(0, num_drafts)))
-        requests.step(op, turns, num_tail=draw.randint(0, 2))
-
-
 def texts(
     number: int, length: int, device: str, shape: SSMShape = SHAPE, dtype: torch.dtype = torch.float32
 ) -> list[SSMSteps]:
@@ -92,11 +80,8 @@ def test_replayed_outputs_and_stored_states_match_the_recurrence(
     draw = random.Random(num_drafts)
     length = (PERIODS if ring_len < 32 else 2) * ring_len + 3
     requests = ReplayedRequests(texts(MOST, length, device), SHAPE, ring_len, 1 + num_drafts)
-    decode(requests, op, draw, length, num_drafts)
-    for request in requests.requests:
-        outputs, states = request.text[:length].recurrence(requests.initial[request.slot])
-        torch.testing.assert_close(torch.cat(request.outputs).double(), outputs, rtol=1e-5, atol=2e-5)
-        torch.testing.assert_close(requests.pool[request.slot].double(), states[request.folded], rtol=1e-5, atol=2e-5)
+    requests.decode(op, draw, length, num_drafts)
+    requests.assert_match_the_recurrence(rtol=1e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("seed", range(1 if INTERPRETED else 6))
@@ -107,11 +92,8 @@ def test_float64_state_replay_matches_the_recurrence_over_long_texts(seed: int) 
     requests = ReplayedRequests(
         texts(2, length, "cpu", dtype=torch.float64), SHAPE, ring_len, 1 + num_drafts, dtype=torch.float64
     )
-    decode(requests, state_replay, draw, length, num_drafts)
-    for request in requests.requests:
-        outputs, states = request.text[:length].recurrence(requests.initial[request.slot])
-        torch.testing.assert_close(torch.cat(request.outputs), outputs, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(requests.pool[request.slot], states[request.folded], rtol=1e-12, atol=1e-12)
+    requests.decode(state_replay, draw, length, num_drafts)
+    requests.assert_match_the_recurrence(rtol=1e-12, atol=1e-12)
 
 
 @settings(max_examples=3 if INTERPRETED else 15)
@@ -139,7 +121,7 @@ def test_stored_replay_states_depend_only_on_the_tokens(
         dtype=dtype,
         spare=spare,
     )
-    decode(requests, state_replay, data.draw(st.randoms(use_true_random=False)), length, num_drafts)
+    requests.decode(state_replay, data.draw(st.randoms(use_true_random=False)), length, num_drafts)
     one_by_one = ReplayedRequests([r.text for r in requests.requests], shape, ring_len, 1, dtype=dtype)
     one_by_one.pool.copy_(requests.pool)
     for request in one_by_one.requests:
@@ -154,7 +136,7 @@ def test_float32_replay_equals_state_verify_bit_for_bit(op: Op, device: str) -> 
     torch.manual_seed(1)
     ring_len, length = 8, 17
     requests = ReplayedRequests(texts(2, length, device), SHAPE, ring_len, 4)
-    decode(requests, op, random.Random(1), length, 3)
+    requests.decode(op, random.Random(1), length, 3)
     verify = state_verify if op is state_replay else state_verify_ref
     for request in requests.requests:
         pool, text = requests.initial[request.slot][None].clone(), request.text
@@ -167,13 +149,8 @@ def test_state_replay_can_start_at_any_position(op: Op, device: str) -> None:
     """After prefill, the stored state may be at any position, and the ring is empty."""
     torch.manual_seed(2)
     requests = ReplayedRequests(texts(2, 30, device), SHAPE, 8, 3, starts=[5, 11])
-    decode(requests, op, random.Random(2), 29, 2)
-    for request, start in zip(requests.requests, (5, 11), strict=True):
-        outputs, states = request.text[start:29].recurrence(requests.initial[request.slot])
-        torch.testing.assert_close(torch.cat(request.outputs).double(), outputs, rtol=1e-5, atol=2e-5)
-        torch.testing.assert_close(
-            requests.pool[request.slot].double(), states[request.folded - start], rtol=1e-5, atol=2e-5
-        )
+    requests.decode(op, random.Random(2), 29, 2)
+    requests.assert_match_the_recurrence(rtol=1e-5, atol=2e-5)
 
 
 def test_nan_token_in_state_replay_affects_only_later_tokens_of_its_request(op: Op, device: str) -> None:
@@ -231,7 +208,7 @@ def compare_with_twin(
     mine = ReplayedRequests(
         [text.cast(inputs) for text in texts(num_rows, 30, device, shape)], shape, ring_len, most, dtype=dtype
     )
-    decode(mine, state_replay_ref, random.Random(1), 13, 8)
+    mine.decode(state_replay_ref, random.Random(1), 13, 8)
     its_pool, its_ring = mine.pool.clone(), copied(mine.ring)
     turns = [Turn(request, i % most, 1 + i % most) for i, request in enumerate(mine.requests)]
     rows = mine.rows(turns)
@@ -440,7 +417,7 @@ def test_state_replay_in_a_replayed_graph_reads_new_inputs(shape: SSMShape, dtyp
     requests = ReplayedRequests(
         [text.cast(torch.bfloat16) for text in texts(3, 40, "cuda", shape)], shape, 8, 4, dtype=dtype
     )
-    decode(requests, state_replay, random.Random(8), 20, 3)
+    requests.decode(state_replay, random.Random(8), 20, 3)
     plans = []
     for lengths in ((1, 1, 1), (4, 2, 3), (1, 4, 4)):
         turns = [Turn(r, length - 1, length) for r, length in zip(requests.requests, lengths, strict=True)]
