@@ -103,11 +103,11 @@ def _needs(directory: Path) -> str:
 
     state = shape.cached_layout(CacheConfig().resolved())
     quantization = QuantizationConfig.read(directory)
-    read_as = f"; weights in {quantization}, read as bf16" if quantization is not None else ""
+    quantized = f"; weights in {quantization}" if quantization is not None else ""
     return (
         f"{directory}: layers {architecture.pattern}, {architecture.max_sequence_length:,} positions, "
         f"recurrence's chunk of {shape.grain} tokens; {shape.block_bytes(1):,} bytes of KV a token and "
-        f"{state.slot_bytes:,} bytes a state, all ranks together{read_as}"
+        f"{state.slot_bytes:,} bytes a state, all ranks together{quantized}"
     )
 
 

@@ -3,7 +3,7 @@
 import math
 from argparse import Namespace
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -47,21 +47,30 @@ class ReadyModel:
         return isinstance(self.tokenizer, HuggingFaceTokenizer)
 
 
+@dataclass(frozen=True, slots=True)
+class QuantizedWeightFlags:
+    """Flags for quantized weights; the fields are as in `load_hugging_face`."""
+
+    dequantizes: bool = False
+    activation_dtype: ActivationDtype = "auto"
+
+    @classmethod
+    def of(cls, arguments: Namespace) -> "QuantizedWeightFlags":
+        """Return the flags in the parsed arguments of a command."""
+        return cls(arguments.dequantize_weights, arguments.activation_dtype)
+
+
+_DEFAULT_FLAGS = QuantizedWeightFlags()
+
+
 def ready_model(
-    directory: ModelDirectory | None,
-    dtype: str | None,
-    device: str,
-    *,
-    dequantizes: bool = False,
-    activation_dtype: ActivationDtype = "auto",
+    directory: ModelDirectory | None, dtype: str | None, device: str, flags: QuantizedWeightFlags = _DEFAULT_FLAGS
 ) -> ReadyModel:
     """Load a model onto the current device, or build the random model if `directory` is None. Disables TF32.
 
     Args:
         dtype: "fp32" or "bf16"; None for the dtype that `dtype_of_weights` returns.
         device: "cpu" or "cuda".
-        dequantizes: True to dequantize all weights; False: those of linear layers and experts stay quantized.
-        activation_dtype: As in `load_hugging_face`.
 
     Raises:
         UsageError: If the directory or its tokenizer cannot be loaded.
@@ -72,7 +81,7 @@ def ready_model(
         # A model this small does not benefit from more threads; on a busy machine, they can make it 100 times slower.
         torch.set_num_threads(1)
     stored = dtype_of_weights(directory, dtype, device)
-    return _random(stored or "fp32") if directory is None else _loaded(directory, stored, dequantizes, activation_dtype)
+    return _random(stored or "fp32") if directory is None else _loaded(directory, stored, flags)
 
 
 def engine_for(
@@ -94,24 +103,17 @@ def engine_for(
 
 
 def load_weights(
-    directory: ModelDirectory,
-    dtype: str | None,
-    *,
-    flag: str,
-    dequantizes: bool = False,
-    activation_dtype: ActivationDtype = "auto",
+    directory: ModelDirectory, dtype: str | None, flags: QuantizedWeightFlags = _DEFAULT_FLAGS, *, flag: str
 ) -> LoadedModel:
     """Load a model directory onto the current device; on failure, raise `UsageError` that starts with `flag`.
 
-    Args:
-        dtype: "fp32" or "bf16"; None keeps the dtype of the checkpoint.
-        dequantizes, activation_dtype: As in `load_hugging_face`.
+    `dtype` is "fp32" or "bf16"; None keeps the dtype of the checkpoint.
     """
     try:
         read_as = None if dtype is None else DTYPES[dtype]
         if directory.format is ModelFormat.MEGATRON:
             return load_megatron_checkpoint(directory.path, read_as)
-        return load_hugging_face(directory.path, read_as, dequantizes=dequantizes, activation_dtype=activation_dtype)
+        return load_hugging_face(directory.path, read_as, **asdict(flags))
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error
     except (RuntimeError, MemoryError) as error:
@@ -136,9 +138,7 @@ def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -
     directory = draft_directory(arguments)
     if directory is None:
         return PromptLookupDrafter
-    draft_model = load_weights(
-        directory, model.dtype, flag=_DRAFT_FLAG, activation_dtype=arguments.activation_dtype
-    ).model
+    draft_model = load_weights(directory, model.dtype, QuantizedWeightFlags.of(arguments), flag=_DRAFT_FLAG).model
     vocab_size = model_shape_of(model.model, ranks_of_process()).vocab_size
     if draft_model.vocab_size != vocab_size:
         raise UsageError(
@@ -164,12 +164,8 @@ def _random(dtype: str) -> ReadyModel:
     return ReadyModel(model, ByteTokenizer(shape.vocab_size), description, dtype)
 
 
-def _loaded(
-    directory: ModelDirectory, dtype: str | None, dequantizes: bool, activation_dtype: ActivationDtype
-) -> ReadyModel:
-    loaded = load_weights(
-        directory, dtype, flag=directory.format.value, dequantizes=dequantizes, activation_dtype=activation_dtype
-    )
+def _loaded(directory: ModelDirectory, dtype: str | None, flags: QuantizedWeightFlags) -> ReadyModel:
+    loaded = load_weights(directory, dtype, flags, flag=directory.format.value)
     dtype = next(name for name, value in DTYPES.items() if value == loaded.model.config.params_dtype)
     try:
         tokenizer = load_tokenizer(loaded.directory, loaded.architecture.vocab_size)

@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.command_line import ready_model
 from megatron_mamba_cache.command_line.main import main
+from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from tests.command_line.command_runs import run_here
 from tests.command_line.tiny_directories import save_model, save_tokenizer
 from tests.models.quantized_kinds import KINDS
@@ -51,6 +53,38 @@ def test_generate_with_quantized_weights_matches_dequantized_weights(
     assert replies[0] == replies[1]
 
 
+@pytest.mark.parametrize("flags", [(), ("--dequantize-weights",)])
+def test_weights_stay_quantized_unless_the_flag_is_given(
+    flags: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_model("nemotron_h", tmp_path)
+    quantize(tmp_path, KINDS["compressed-tensors FP8 a row"])
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt_tokens": PROMPT, "num_tokens_to_generate": 2}))
+    finished = run_here(capsys, "--hf-model", tmp_path, "--prompts", lines, "--dtype", "bf16", *flags)
+    assert finished.status == 0, finished.stderr
+    assert ("of which stay quantized" in finished.stdout.splitlines()[0]) is not bool(flags)
+
+
+def test_flags_for_quantized_weights_apply_to_the_draft_model_too(
+    directories: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loads = []
+
+    def load(directory: Path, dtype: Any, **settings: Any) -> LoadedModel:
+        loads.append(settings)
+        return load_hugging_face(directory, dtype, **settings)
+
+    monkeypatch.setattr(ready_model, "load_hugging_face", load)
+    lines = tmp_path / "lines.jsonl"
+    lines.write_text(json.dumps({"prompt_tokens": PROMPT, "num_tokens_to_generate": 4}))
+    flags = ("--dequantize-weights", "--activation-dtype", "bf16", "--num-speculative-tokens", 2, *GREEDY)
+    models = ("--hf-model", directories[0], "--drafter", "draft-model", "--draft-hf-model", directories[0])
+    finished = run_here(capsys, *models, "--prompts", lines, *flags)
+    assert finished.status == 0, finished.stderr
+    assert loads == [{"dequantizes": True, "activation_dtype": "bf16"}] * 2
+
+
 def test_serve_reuses_the_prefix_of_a_second_turn(directories: tuple[Path, Path]) -> None:
     flags = ("--hf-model", str(directories[0]), "--dtype", "fp32", "--served-model-name", "fp8")
     with running_server(*flags) as server, server.client() as client:
@@ -93,7 +127,7 @@ def test_fp8_qwen_model_calls_a_tool_and_reuses_the_first_turn(tmp_path: Path) -
 def test_doctor_reports_how_weights_are_quantized(
     directories: tuple[Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    reported = "; weights in FP8 in blocks of 128 x 128, read as bf16\n"
+    reported = "; weights in FP8 in blocks of 128 x 128\n"
     for directory in directories:
         assert main(["doctor", "--model", str(directory)]) == 0
         assert (reported in capsys.readouterr().out) is (directory.name == "fp8")
