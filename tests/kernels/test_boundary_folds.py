@@ -144,7 +144,7 @@ def test_boundary_states_are_written_for_any_batch_size(number: int, device: str
 
 
 BAD_CALLS: dict[str, tuple[Callable[..., tuple], str]] = {
-    "pool": (lambda p, r, w, n: (p[0], r, w, n), "ssm_pools"),
+    "pool": (lambda p, r, w, n: (p[0], r, w, n), "pools must have shape"),
     "transposed pool": (lambda p, r, w, n: (p.mT.contiguous().mT, r, w, n), "contiguous states"),
     "groups": (lambda p, r, w, n: (p, replace(r, B=r.B[:, :, :, :0]), w, n), "B of the rings must have shape"),
     "x": (lambda p, r, w, n: (p, replace(r, x=r.x[..., 1:]), w, n), "x of the ring must have shape"),

@@ -91,7 +91,7 @@ def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, blo
 
 
 def fold_boundaries(
-    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
+    pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
     """Write each request's state after its first `ends` tokens to its target slot, in all layers, in place.
 
@@ -100,41 +100,41 @@ def fold_boundaries(
     target or slot writes nothing. All other slots are unchanged.
 
     Args:
-        ssm_pools: [layers, slots, heads, d_state, head_dim]; each slot is contiguous within a layer.
+        pools: [layers, slots, heads, d_state, head_dim]; each slot is contiguous within a layer.
         rings: Rings of all layers, with the layers as the first dimension.
         ring_len: Number of tokens per period, as in `state_replay`.
-        quantized: Storage that contains the target slots; None: these are slots of `ssm_pools`.
+        quantized: Storage that contains the target slots; None: these are slots of `pools`.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
 
     Reference: `fold_boundaries_ref`. CUDA-graph safe: no host sync, one launch, grid fixed at capture.
     """
-    _check(ssm_pools, rings, ring_len)
-    check_boundary_folds(rows, ssm_pools.device)
+    _check(pools, rings, ring_len)
+    check_boundary_folds(rows, pools.device)
     if quantized is not None:
-        quantized.check(ssm_pools)
-    if 0 in (rows.targets.shape[0], ssm_pools.numel()):
+        quantized.check(pools)
+    if 0 in (rows.targets.shape[0], pools.numel()):
         return
-    if not launches_kernel(ssm_pools) or not is_computed_in_fp32(rings.x, ssm_pools):
-        fold_boundaries_ref(ssm_pools, rings, rows, ring_len, quantized)
+    if not launches_kernel(pools) or not is_computed_in_fp32(rings.x, pools):
+        fold_boundaries_ref(pools, rings, rows, ring_len, quantized)
         return
-    if quantized is None and folds_by_mma(ssm_pools, rings.x.dtype):
+    if quantized is None and folds_by_mma(pools, rings.x.dtype):
         from .fold_mma import fold_by_mma  # imported here, because other devices may lack Gluon
 
-        fold_by_mma(ssm_pools, rings, rows, ring_len)
+        fold_by_mma(pools, rings, rows, ring_len)
     else:
-        fold_portably(ssm_pools, rings, rows, ring_len, quantized)
+        fold_portably(pools, rings, rows, ring_len, quantized)
 
 
-def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
+def _check(pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
     check_ring_len(ring_len)
-    if ssm_pools.dim() != 5 or not ssm_pools[:1, :1].is_contiguous():
+    if pools.dim() != 5 or not pools[:1, :1].is_contiguous():
         raise ValueError(
-            "ssm_pools must have shape [layers, slots, heads, d_state, head_dim] with contiguous states, "
-            f"found {tuple(ssm_pools.shape)} with strides {ssm_pools.stride()}"
+            "pools must have shape [layers, slots, heads, d_state, head_dim] with contiguous states, "
+            f"found {tuple(pools.shape)} with strides {pools.stride()}"
         )
-    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
+    num_layers, _, heads, d_state, head_dim = pools.shape
     groups = rings.B.shape[3] if rings.B.dim() == 5 else 0
     if groups == 0 or heads % groups:
         raise ValueError(
@@ -142,7 +142,7 @@ def _check(ssm_pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
             f"divides the {heads} heads, found {tuple(rings.B.shape)}"
         )
     num_rings = rings.steps.shape[1]
-    check_shapes(rings, (num_layers, num_rings), heads, head_dim, (groups, d_state), ssm_pools.device)
+    check_shapes(rings, (num_layers, num_rings), heads, head_dim, (groups, d_state), pools.device)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -196,13 +196,13 @@ def _fold_boundaries_kernel(
 
 
 def fold_portably(
-    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None
+    pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None
 ) -> None:
     """Fold with the Triton kernel, which supports all shapes; `fold_boundaries` checks the arguments."""
-    _fold_boundaries_kernel[(resident_programs(ssm_pools.device, PROGRAMS_PER_SM),)](
-        **fold_arguments(ssm_pools, rings, rows, ring_len),
+    _fold_boundaries_kernel[(resident_programs(pools.device, PROGRAMS_PER_SM),)](
+        **fold_arguments(pools, rings, rows, ring_len),
         quantized=quantized_pointers(quantized),
-        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(ssm_pools.shape[4])),
+        TILE_WIDTH=min(WIDTH, triton.next_power_of_2(pools.shape[4])),
         num_warps=NUM_WARPS,
         enable_fp_fusion=True,
     )

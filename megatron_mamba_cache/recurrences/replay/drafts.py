@@ -77,9 +77,8 @@ class ReplayStorage:
         if folding:
             lines = [(state.slot, state.buffer, state.folded, state.computed) for state in folding]
             slots, rings, folded, ends = columns_of(lines).to(self._live.device)[:, : len(lines)]
-            ssm = self._live.parts[_STATE]
             folds = BoundaryFolds(slots, rings, folded, ends, slots)
-            fold_boundaries(ssm, self._rings, folds, self._ring_len)
+            fold_boundaries(self._live.parts[_STATE], self._rings, folds, self._ring_len)
         shifted = [state for state in states if state.accepted > 1]
         if shifted:
             rows, buffers = accepted_columns(shifted, self._live.device)

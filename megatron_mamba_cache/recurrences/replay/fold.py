@@ -20,9 +20,9 @@ def _load_entry(
     index = position % CAPACITY
     values = tl.load(x + position % X_CAPACITY * ring.x_stride, mask=only_if(exists, has_p), other=0.0)
     keys = tl.load(b + index * ring.B_stride, mask=only_if(exists, has_n), other=0.0)
-    dt = tl.load(steps + index * ring.steps_stride, mask=exists, other=0.0)
+    factor = tl.load(steps + index * ring.steps_stride, mask=exists, other=0.0)
     decay = tl.load(steps + index * ring.steps_stride + HEADS, mask=exists, other=0.0)
-    return values, keys, dt, decay
+    return values, keys, factor, decay
 
 
 @triton.jit
@@ -43,11 +43,11 @@ def fold_entries(
     while position < end:
         until = tl.minimum((position // RING + 1) * RING, end)
         for at in range(position, until):
-            values, keys, dt, decay = entry
+            values, keys, factor, decay = entry
             # Load two tokens ahead, because the arithmetic for one token takes less time than a load.
             entry = following
             following = _load_entry(x, b, steps, ring, at + 2, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY)
-            increment = keys.to(tl.float32)[:, None] * (dt * values.to(tl.float32))[None, :]
+            increment = keys.to(tl.float32)[:, None] * (factor * values.to(tl.float32))[None, :]
             # Explicit fma, because the compiler may fuse differently in each compiled variant.
             state = tl.fma(tl.exp(decay), state, increment)
         if until % RING == 0:

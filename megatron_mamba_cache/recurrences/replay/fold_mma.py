@@ -221,11 +221,11 @@ def _fold_boundaries_kernel(
             at = gl.min(to_write, axis=0)
 
 
-def fold_by_mma(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
+def fold_by_mma(pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
     """Fold with the Gluon kernel, for pools that satisfy `folds_by_mma`; `fold_boundaries` checks the arguments."""
-    _fold_boundaries_kernel[(PROGRAMS_PER_SM * num_multiprocessors(ssm_pools.device),)](
-        **fold_arguments(ssm_pools, rings, rows, ring_len),
-        WIDTH=hopper_width(ssm_pools.shape[4], ssm_pools.shape[3]),
+    _fold_boundaries_kernel[(PROGRAMS_PER_SM * num_multiprocessors(pools.device),)](
+        **fold_arguments(pools, rings, rows, ring_len),
+        WIDTH=hopper_width(pools.shape[4], pools.shape[3]),
         num_warps=1,
         enable_fp_fusion=True,
     )

@@ -11,14 +11,14 @@ from .ring import BoundaryFolds, ReplayRing
 
 
 def fold_boundaries_ref(
-    ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
+    pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
 ) -> None:
     """Torch reference for `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
         return
     targets = torch.where(rows.slots != PAD_SLOT, rows.targets, PAD_SLOT)
     ends = torch.where(targets != PAD_SLOT, rows.ends, rows.folded)
-    for layer, pool in enumerate(ssm_pools):
+    for layer, pool in enumerate(pools):
         ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
         states = load_slots(pool, rows.slots, compute_dtype(ring.x))
         states = _folded(states, pool.dtype, ring, rows, ends, ring_len)

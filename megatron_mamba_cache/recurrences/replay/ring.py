@@ -26,7 +26,8 @@ class ReplayRing:
 
     To fold an entry is S = exp(decay) * S + B (factor * x). Mamba2 stores its x and B, and in `steps` the factor dt and
     the decay dt * A. Gated DeltaNet stores as x the corrected values w of `gated_delta.replay.factors`, as B the keys,
-    and in `steps` 1 and its log decays.
+    and in `steps` 1 and its log decays; heads are value heads, head_dim is value_dim, groups are key heads, and d_state
+    is key_dim.
 
     Position p of x is at index p % x_capacity. A step appends B and `steps` before it folds, but x after it has folded,
     so x needs fewer positions.
@@ -222,14 +223,14 @@ def kernel_rows(rows: ReplayBatch) -> KernelRows:
     return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))
 
 
-def fold_arguments(ssm_pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> dict[str, Any]:
+def fold_arguments(pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> dict[str, Any]:
     """Return the arguments that are common to both fold kernels (Triton and Gluon)."""
-    num_layers, _, heads, d_state, head_dim = ssm_pools.shape
+    num_layers, _, heads, d_state, head_dim = pools.shape
     return {
-        "pool": ssm_pools,
-        "slot_stride": ssm_pools.stride(1),
+        "pool": pools,
+        "slot_stride": pools.stride(1),
         "ring": kernel_ring(rings),
-        "layers": KernelLayers(*(tensor.stride(0) for tensor in (ssm_pools, rings.x, rings.B, rings.steps))),
+        "layers": KernelLayers(*(tensor.stride(0) for tensor in (pools, rings.x, rings.B, rings.steps))),
         "rows": rows,
         "num_rows": rows.targets.shape[0],
         "ROWS": FOLDED_ROWS,

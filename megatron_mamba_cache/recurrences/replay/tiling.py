@@ -16,10 +16,10 @@ def runs_gluon(pool: Tensor) -> bool:
     return pool.is_cuda and has_gluon(pool.device)
 
 
-def folds_by_mma(ssm_pools: Tensor, inputs: torch.dtype) -> bool:
+def folds_by_mma(pools: Tensor, inputs: torch.dtype) -> bool:
     """Return True if mma instructions fold the states of this pool; `inputs` is the dtype of x and B in the rings."""
-    fits = hopper_width(ssm_pools.shape[-1], ssm_pools.shape[-2]) is not None
-    return fits and inputs == torch.bfloat16 and runs_gluon(ssm_pools)
+    fits = hopper_width(pools.shape[-1], pools.shape[-2]) is not None
+    return fits and inputs == torch.bfloat16 and runs_gluon(pools)
 
 
 def current_device_runs_gluon() -> bool:
