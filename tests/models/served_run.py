@@ -30,6 +30,18 @@ class ServedRun:
     num_cached: dict[int, int]
 
 
+def served_config(case: TinyCheckpoint, **settings: Any) -> CacheConfig:
+    """Return settings under which an engine serves a few requests of a checkpoint and caches every boundary."""
+    limits = {"boundary_stride": 1, "max_requests": 4, "max_sequence_length": 640}
+    memory = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01}
+    return CacheConfig(**(case.cache_settings | memory | limits | settings))
+
+
+def some_prompt(case: TinyCheckpoint, length: int, seed: int = 1) -> list[int]:
+    """Return a prompt of random tokens."""
+    return torch.randint(case.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
 def full_sequence_logits(loaded: LoadedModel, prompts: Tensor) -> Tensor:
     """Return the logits [batch, prompt, vocab] of a forward pass without an engine, on the CPU."""
     batch, length = prompts.shape
@@ -42,15 +54,7 @@ def full_sequence_logits(loaded: LoadedModel, prompts: Tensor) -> Tensor:
 
 def served_run(case: TinyCheckpoint, loaded: LoadedModel, reference: ReferenceRun) -> ServedRun:
     """Serve the first prompt and, while it decodes, the same prompt again and a prompt that branches off it."""
-    config = CacheConfig(
-        **case.cache_settings,
-        buffer_size_gb=0.01,
-        prefix_caching_mamba_gb=0.01,
-        boundary_stride=1,
-        max_requests=4,
-        max_sequence_length=640,
-    )
-    run = EngineRun(loaded, build_engine(loaded.model, config))
+    run = EngineRun(loaded, build_engine(loaded.model, served_config(case)))
     logits = _record_logits(run.engine)
     prompts = {request: reference.prompts[index].tolist() for request, index in PROMPT_OF.items()}
     run.add(FIRST, prompts[FIRST], NUM_GENERATED)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.kernels.quantized import product
 from megatron_mamba_cache.mcore.linear import QuantizableLinear, prompt_tokens_of
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
@@ -19,7 +19,7 @@ from tests.mcore.engine_runs import EngineRun
 from tests.models.checkpoint_edits import edit_json
 from tests.models.quantized_kinds import KINDS
 from tests.models.quantized_writer import quantize
-from tests.models.served_run import full_sequence_logits
+from tests.models.served_run import full_sequence_logits, served_config, some_prompt
 from tests.models.tiny_checkpoints import TinyCheckpoint, wide_checkpoint
 
 SHIPPED = Path(__file__).resolve().parents[2] / "megatron_mamba_cache" / "models" / "small_python_model"
@@ -141,22 +141,12 @@ def counted_tokens() -> Iterator[dict[str, int]]:
         yield counts
 
 
-def config_of(case: TinyCheckpoint, **settings: object) -> CacheConfig:
-    limits = {"boundary_stride": 1, "max_requests": 4, "max_sequence_length": 640}
-    memory = {"buffer_size_gb": 0.01, "prefix_caching_mamba_gb": 0.01}
-    return CacheConfig(**(case.cache_settings | memory | limits | settings))
-
-
-def some_prompt(case: TinyCheckpoint, length: int, seed: int = 1) -> list[int]:
-    return torch.randint(case.vocab_size, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_each_prompt_token_is_quantized_once_and_no_decode_token_is(num_drafts: int, tmp_path: Path) -> None:
     case = checkpoint("qwen3_5-0", GROUPS, tmp_path)
     loaded = load_hugging_face(tmp_path)
     num_layers, length = len(quantizing_layers(loaded)), 2 * case.block_size + 9
-    config = config_of(case, max_tokens=case.block_size + 5, num_speculative_tokens=num_drafts)
+    config = served_config(case, max_tokens=case.block_size + 5, num_speculative_tokens=num_drafts)
     run = EngineRun(loaded, build_engine(loaded.model, config))
     with counted_tokens() as counts:
         run.add(0, some_prompt(case, length), 12)
@@ -184,10 +174,10 @@ def test_hits_branches_and_chunks_change_no_token(name: str, kind: str, tmp_path
     branch = [*prompt[: case.block_size + 3], *some_prompt(case, 17, seed=3)]
     alone = {}
     for number, text in enumerate((prompt, branch)):
-        plain = EngineRun(loaded, build_engine(loaded.model, config_of(case, prefix_caching=False)))
+        plain = EngineRun(loaded, build_engine(loaded.model, served_config(case, prefix_caching=False)))
         plain.run(number, text, 12)
         alone[number] = plain.tokens(number)
-    run = EngineRun(loaded, build_engine(loaded.model, config_of(case, max_tokens=case.block_size)))
+    run = EngineRun(loaded, build_engine(loaded.model, served_config(case, max_tokens=case.block_size)))
     run.run(0, prompt, 12)
     run.add(1, prompt, 12)
     run.add(2, branch, 12)
@@ -202,7 +192,7 @@ def test_models_with_other_activations_share_no_states(tmp_path: Path) -> None:
     contexts = []
     for dtype in ("auto", "bf16"):
         loaded = load_hugging_face(tmp_path, activation_dtype=dtype)
-        contexts.append(build_engine(loaded.model, config_of(case)).context)
+        contexts.append(build_engine(loaded.model, served_config(case)).context)
     assert contexts[0].shape.fingerprint != contexts[1].shape.fingerprint
 
 

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_mamba_cache import CacheConfig, build_engine
+from megatron_mamba_cache import build_engine
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.mcore.engine_runs import EngineRun
 from tests.models.kept_weights import num_kept
 from tests.models.quantized_kinds import KINDS
 from tests.models.quantized_writer import quantize
-from tests.models.served_run import full_sequence_logits
+from tests.models.served_run import full_sequence_logits, served_config, some_prompt
 from tests.models.tensor_parallel_worker import some_prompts
 from tests.models.tiny_checkpoints import wide_checkpoint
 
@@ -49,17 +49,8 @@ def test_a_hit_changes_no_token_of_a_quantized_model(name: str, kind: str, tmp_p
     quantize(tmp_path, KINDS[kind])
     loaded = load_hugging_face(tmp_path)
     assert num_kept(loaded) > 0
-    length = 2 * case.block_size + 9
-    prompt = torch.randint(case.vocab_size, (length,), generator=torch.Generator().manual_seed(1)).tolist()
-    config = CacheConfig(
-        **case.cache_settings,
-        buffer_size_gb=0.01,
-        prefix_caching_mamba_gb=0.01,
-        boundary_stride=1,
-        max_requests=4,
-        max_sequence_length=640,
-    )
-    run = EngineRun(loaded, build_engine(loaded.model, config))
+    prompt = some_prompt(case, 2 * case.block_size + 9)
+    run = EngineRun(loaded, build_engine(loaded.model, served_config(case)))
     for request in range(2):
         run.add(request, prompt, 12)
         run.finish()
