@@ -23,7 +23,7 @@ from .interface import (
 from .kv_values import UNSCALED, KVScales
 
 _HEAD_DIMS = range(8, 257, 8)
-_Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+_Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # of (q, k_cache, v_cache); these libraries take no scales
 _NO_FP8 = "it does not read an FP8 KV cache; install flashinfer, or set --kv-cache-dtype to auto"
 PAGE_MULTIPLE = 256
 """Number of tokens of which flash-attn 2's page size must be a multiple."""
