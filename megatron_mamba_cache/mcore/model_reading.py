@@ -128,7 +128,7 @@ class _Weights:
 
 
 def _weights_of(model: Any) -> _Weights:
-    """Count the matrices of this rank's layers; a quantized one counts its weights, but only the bytes that it takes."""
+    """Count the matrices of this rank's layers: all weights of quantized ones, too, but only the bytes they take."""
     shared = of_expert = shared_bytes = expert_bytes = 0
     for module in model.decoder.modules():
         if isinstance(module, StackedExperts):
