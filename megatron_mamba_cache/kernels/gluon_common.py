@@ -1,13 +1,16 @@
-"""Functions shared by Gluon kernels: TMA loads and stores, barriers, and Gluon versions of those in `overlap`."""
+"""Functions shared by Gluon kernels: copies to shared memory, barriers, and Gluon versions of those in `overlap`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
 # Gluon is experimental, and names differ between releases: Triton 3.9's comes first, then Triton 3.6's.
 load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
+reinterpret = getattr(gl.shared_memory_descriptor, "reinterpret", None) or gl.shared_memory_descriptor._reinterpret
 
 
 @gluon.jit

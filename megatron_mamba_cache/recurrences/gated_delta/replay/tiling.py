@@ -38,13 +38,14 @@ SUMS = ReplayTiling(_SUMMED_WIDTH, num_warps=1, max_registers=255, kernel="sums"
 
 def choose_tiling(tokens: DeltaTokens, pool: Tensor) -> ReplayTiling:
     """Return the fastest tiling for these tensors on this device; the choice does not depend on the requests."""
-    fits = sums_shape(tokens.k.shape[2], tokens.v.shape[2]) and _is_paired(tokens.q) and _is_paired(tokens.k)
+    are_paired = all(_is_paired(values) for values in (tokens.q, tokens.k, tokens.v))
+    fits = sums_shape(tokens.k.shape[2], tokens.v.shape[2]) and are_paired
     return SUMS if fits and runs_gluon(pool) else PORTABLE
 
 
-def _is_paired(keys: Tensor) -> bool:
-    """Return True if keys or queries can be loaded as pairs of bf16 numbers."""
-    return keys.dtype == torch.bfloat16 and keys.stride(0) % 2 == 0 and keys.data_ptr() % 4 == 0
+def _is_paired(values: Tensor) -> bool:
+    """Return True if the tensor can be loaded as pairs of bf16 numbers."""
+    return values.dtype == torch.bfloat16 and values.stride(0) % 2 == 0 and values.data_ptr() % 4 == 0
 
 
 def replays_fast(key_dim: int, value_dim: int) -> bool:
