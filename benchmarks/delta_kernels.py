@@ -3,13 +3,16 @@
     PYTHONPATH=. python3 benchmarks/delta_kernels.py [--json FILE] [--only SECTION ...] [--layers NAME ...]
         [--sweep [KERNEL ...]]
 
-bf16 tokens, float32 states. Each time is the median of a launch inside a CUDA graph of several, on random data: prompts
-are larger than the L2 cache, and successive decode steps use different slots, a GiB in total. Prompts: our op with its
-two kernels, and each alone; peers are given gates and write strengths that are computed already. Decode: the ratio is
-the time of a plain copy that reads and writes the states' bytes, over the kernel's. Replayed decode: the mean over a
-ring's period, folds among it, with no draft kept, half of them and all; the ratio is the kernel's time over that of
-FlashInfer's update of one token, in the same run, with states of the same dtype, or of ours if it is missing. Errors
-are relative to the largest output of the reference in float64, over 4,096 tokens.
+Tokens are bf16 and states are float32. Each time is the median of one launch inside a CUDA graph of several, on random
+data. Prompts are larger than the L2 cache, and successive decode steps use different slots, one GiB in total.
+
+- Prompts: our op and each of its two kernels. Other libraries get precomputed gates and write strengths.
+- Decode: the ratio is the time of a plain copy that reads and writes the bytes of the states, divided by the time of
+  the kernel.
+- Replayed decode: the mean over a ring's period, with its folds, if a step keeps none, half or all of its drafts. The
+  ratio is the time of the kernels divided by FlashInfer's time for one token per request with states of the same dtype,
+  in the same run; without FlashInfer, by the time of our window form.
+- Errors: relative to the largest output of the reference in float64, over 4,096 tokens.
 """
 
 import argparse
@@ -86,16 +89,16 @@ REPLAY_TILINGS = (
 )
 SWEPT_PROMPTS, SWEPT_DECODES = ("1 x 4k", "8 x 4k", "1 x 32k"), ((1, 0), (1, 3), (8, 0), (64, 0), (64, 3))
 SWEPT_REPLAYS = ((8, 0, 1), (64, 0, 1), (64, 3, 1), (64, 3, 4), (64, 7, 8))
-"""Requests, drafts and kept tokens."""
+"""Numbers of requests, of drafts and of kept tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured case: microseconds, or a relative error, and the microseconds that it is compared with.
+    """One measured case: a time in microseconds or a relative error, and times for comparison.
 
     Args:
-        copy_us: Of a plain copy.
-        peer_us: Of the update of one token.
+        copy_us: Time of a plain copy.
+        peer_us: Time of another library for one token per request.
     """
 
     layer: str
@@ -254,14 +257,14 @@ def measure_decode(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fig
 
 
 def kept_counts(num_drafts: int) -> list[int]:
-    """Return the tokens that a step keeps if none, half or all of its drafts are right."""
+    """Return how many tokens a step keeps if none, half or all of its drafts are correct."""
     return sorted({1, 1 + num_drafts // 2, 1 + num_drafts})
 
 
 def replay_bench(
     layer: str, requests: int, num_drafts: int, kept: int, dtype: torch.dtype = torch.float32, device: str = "cuda"
 ) -> DeltaReplayBench:
-    """Return one layer's bases, rings and steps, with bases of their own for each of many steps."""
+    """Return states, rings and steps of one layer; each step has its own states."""
     heads = LAYERS[layer]
     num_steps = min(256, max(2, -(-ROTATED_BYTES // (requests * heads[1] * DIM * DIM * dtype.itemsize))))
     tokens, gates = random_tokens(heads, requests * (1 + num_drafts), device), random_gates(heads, device)
@@ -269,7 +272,7 @@ def replay_bench(
 
 
 def measure_replays(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Figure]:
-    """Yield replayed steps and the window form, and each peer's update of one token."""
+    """Yield the times of replayed steps, of the window form, and of the peers for one token per request."""
     for layer, dtype, requests in product(layers, (torch.float32, torch.bfloat16), REPLAYED_REQUESTS):
         states = requests * LAYERS[layer][1] * DIM * DIM * dtype.itemsize
         name, guess_us = f"{str(dtype)[6:]}, {requests} requests", max(3.0, states / 2e6)
@@ -301,7 +304,7 @@ def measure_replays(layers: Sequence[str], peers: Sequence[Peer]) -> Iterator[Fi
 
 
 def sweep_scans(layers: Sequence[str]) -> Iterator[Figure]:
-    """Yield every tiling of the scan."""
+    """Yield the times of the scan in every tiling."""
     shape = tile_shape(GRAIN, torch.bfloat16)
     assert shape is not None
     for layer, case in product(layers, SWEPT_PROMPTS):
@@ -322,7 +325,7 @@ def sweep_scans(layers: Sequence[str]) -> Iterator[Figure]:
 
 
 def sweep_updates(layers: Sequence[str]) -> Iterator[Figure]:
-    """Yield every tiling of the window form."""
+    """Yield the times of the window form in every tiling."""
     for layer, (requests, num_drafts), tiling in product(layers, SWEPT_DECODES, VERIFY_TILINGS):
         bench = DecodeBench(layer, requests, num_drafts)
         launches, guess_us = bench.launches(tiling), max(3.0, bench.num_bytes / 3e6)
@@ -333,7 +336,7 @@ def sweep_updates(layers: Sequence[str]) -> Iterator[Figure]:
 
 
 def sweep_replays(layers: Sequence[str]) -> Iterator[Figure]:
-    """Yield every tiling of replayed steps."""
+    """Yield the times of replayed steps in every tiling."""
     for layer, (requests, num_drafts, kept) in product(layers, SWEPT_REPLAYS):
         bench = replay_bench(layer, requests, num_drafts, kept)
         guess_us = max(3.0, requests * LAYERS[layer][1] * DIM * DIM * 4 / 2e6)

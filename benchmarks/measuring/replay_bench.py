@@ -33,9 +33,9 @@ class ReplayBench:
     """States, rings and steps of one layer; each launch folds as many requests as under a steady load.
 
     Args:
-        tokens, weights: As the op takes them.
-        kept: Tokens that the last step kept of each row.
-        num_steps: Steps that have checkpoints and rings of their own.
+        tokens, weights: Arguments of the op.
+        kept: Number of tokens that the last step of each request accepted.
+        num_steps: Number of steps with their own states and rings.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class ReplayBench:
 
     @staticmethod
     def _held(tokens: Any) -> tuple[Tensor, Tensor]:
-        """Return tensors like the tokens' values and keys in the ring."""
+        """Return tensors of the shape and dtype of a token's values and keys in the ring."""
         return tokens.x, tokens.B
 
     @staticmethod
     def _random_steps(*shape: int, device: torch.device) -> Tensor:
-        """Return the factor of each value and the logarithm of its decay."""
+        """Return random factors of values and random log decays."""
         steps = torch.rand(*shape, device=device) * 0.1
         steps[:, :, 1] *= -1
         return steps
@@ -102,16 +102,16 @@ class ReplayBench:
         ring = ReplayRing(*(t[:number].clone() for t in (self.ring.x, self.ring.B, self.ring.steps)))
         expected = self._reference(self.tokens, self.weights, pool, ring, rows, self.ring_len)
         y = replay(self.tokens, self.weights, self.pool, self.ring, rows, self.ring_len)
-        found = {"outputs": (y, expected), "checkpoints": (self.pool[:number], pool)}
+        found = {"outputs": (y, expected), "states": (self.pool[:number], pool)}
         found |= {name: (getattr(self.ring, name)[:number], getattr(ring, name)) for name in ("x", "B", "steps")}
         for name, (mine, its) in found.items():
             error = (mine.float() - its.float()).abs().max() / its.float().abs().max()
             if not error < 0.02:
-                raise RuntimeError(f"{name} differ by {error:.2e}")
+                raise RuntimeError(f"{name} differ from the reference by {error:.2e}")
 
 
 class DeltaReplayBench(ReplayBench):
-    """The same of a Gated DeltaNet layer."""
+    """The same for a Gated DeltaNet layer."""
 
     @staticmethod
     def _held(tokens: Any) -> tuple[Tensor, Tensor]:
