@@ -170,7 +170,8 @@ def test_size_of_a_request_counts_its_text_tokens_and_parameters() -> None:
     assert size([], [], note="x" * 1000) - size([], []) > 1000
 
 
-def test_fast_sender_is_throttled(box: Mailbox) -> None:
+def test_fast_sender_is_throttled(box: Mailbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mailbox, "_MOST_MESSAGES_A_ROUND", 500)
     client = connected(box, SNDHWM=1, SNDBUF=100_000)
     num_sent = 0
     with suppress(zmq.Again):
@@ -178,8 +179,8 @@ def test_fast_sender_is_throttled(box: Mailbox) -> None:
             client.poll(500, zmq.POLLOUT)
             client.send(PAGE, zmq.NOBLOCK)
             num_sent += 1
-    assert num_sent < 5000  # of which the mailbox keeps 1000
-    assert len(list(box.receive(0))) == mailbox._MOST_MESSAGES_A_ROUND  # and others have their turn
+    assert num_sent < 5000  # the mailbox keeps about 1000 of them, and fewer while its thread waits for a core
+    assert len(list(box.receive(1))) == 500  # others have their turn
     client.close()
 
 
