@@ -2,10 +2,10 @@
 
 A warp owns `width` columns of a head's state, in registers. Each lane holds a run of key_dim elements in a few columns;
 the state is a tuple of tiles [lanes, width], one per element of the run. So keys are loaded in 16-byte accesses, and
-only two sums per token and column cross lanes. The products of a token's key and query with the state do not depend on
-the token before it. They are computed while that token is finished, and those of the first token while `factors` still
-runs. Every token uses the same operations with explicit fma, so its bits do not depend on other tokens of the step.
-Folds are bit-identical to `fold_entries`.
+only two sums per token and column cross lanes. State, keys, queries and values are loaded while `factors` still runs.
+The products of a token's key and query with the state do not depend on the token before it, and are computed while that
+token is finished. Every token uses the same operations with explicit fma, so its bits do not depend on other tokens of
+the step. Folds are bit-identical to `fold_entries`.
 """
 
 from typing import Any

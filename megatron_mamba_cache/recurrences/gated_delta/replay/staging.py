@@ -142,7 +142,7 @@ def load_entry(staged, index, PAIRS: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def stage_tokens(staged, keys, k_stride, queries, q_stride, values, v_stride, first, count, WIDTH: gl.constexpr):
-    """Start to copy the keys, queries and values of the step's tokens from `first` on; pointers are to its pairs."""
+    """Start to copy keys, queries and values of the step's tokens from `first` on, as pairs of bf16 numbers."""
     LANES: gl.constexpr = staged.keys.shape[1]
     RUN: gl.constexpr = staged.keys.shape[2]
     token, pair = _run_offsets(first, STAGED, LANES, RUN)
@@ -176,9 +176,9 @@ def stage_factors(staged, scalars, inputs, first, count, HEADS: gl.constexpr):
     index = gl.arange(0, KEPT, layout=gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT))))
     offsets = of_y * RING + lane[None, None, :, None] * KEPT + index[None, None, None, :]
     _copy(staged.inputs, inputs + token * (HEADS * 2 * RING) + offsets, token < count)
-    OFSCALARS: gl.constexpr = gl.BlockedLayout([1, SCALARS], [STAGED, 32 // STAGED], [1, 1], [1, 0])
-    token = first + gl.arange(0, STAGED, layout=gl.SliceLayout(1, OFSCALARS))[:, None]
-    index = gl.arange(0, SCALARS, layout=gl.SliceLayout(0, OFSCALARS))[None, :]
+    OF_SCALARS: gl.constexpr = gl.BlockedLayout([1, SCALARS], [STAGED, 32 // STAGED], [1, 1], [1, 0])
+    token = first + gl.arange(0, STAGED, layout=gl.SliceLayout(1, OF_SCALARS))[:, None]
+    index = gl.arange(0, SCALARS, layout=gl.SliceLayout(0, OF_SCALARS))[None, :]
     _copy(staged.scalars, scalars + token * (HEADS * SCALARS) + index, token < count)
     async_copy.commit_group()
 
