@@ -78,8 +78,7 @@ class CacheConfig:
         prefix_caching: True to reuse cached prefixes of prompts.
         boundary_stride: n to cache a state at every n-th block boundary of a prompt, in addition to the boundaries that
             `select_boundaries` chooses; "all" is the same as 1. None: only those boundaries.
-        decode_checkpoints: Block boundaries in a reply whose states are kept: only the newest ("rolling"), "all" or
-            "none".
+        decode_checkpoints: Block boundaries in a reply whose states are kept: the newest ("rolling"), "all" or "none".
         eviction: "cost" evicts the state that is expected to save the fewest prompt tokens per byte, "lru" the least
             recently used state.
         num_speculative_tokens: Maximum number of draft tokens per request and step, between 0 and 8.
@@ -92,11 +91,11 @@ class CacheConfig:
             tokens per request; the block tables for max_requests requests must have fewer than 2**28 entries.
         max_prompt_tokens_beside_decode: Maximum number of prompt tokens in a step in which requests decode; None: no
             limit other than max_tokens.
-        ssm_state_dtype, conv_state_dtype: Dtypes of live states: "model" (that of the parameters), "fp32" or "bf16".
+        ssm_state_dtype, conv_state_dtype: Dtypes of live states: "model" (that of the parameters), "fp32", "bf16"; for
+            SSM states also "fp16", with stochastic rounding.
         cached_state_dtype: Format of cached states: same as live states ("live"), or quantized to 8 bits ("int8").
         kv_cache_dtype: Format of cached keys and values: the dtype of the parameters ("auto"), or FP8 e4m3 ("fp8").
-        attention_backend: Library that computes attention; "auto" selects the first installed library that supports the
-            model.
+        attention_backend: Library that computes attention; "auto" selects the first one that supports the model.
         num_cuda_graphs: Number of decode batch sizes, up to max_requests, that are captured as CUDA graphs.
         cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096, or more for a small
             model.
@@ -159,7 +158,8 @@ class CacheConfig:
         "decode_checkpoints": ("rolling", "all", "none"),
         "eviction": ("cost", "lru"),
         "draft_states": ("auto", "replay", "window"),
-        **dict.fromkeys(("ssm_state_dtype", "conv_state_dtype"), ("model", "fp32", "bf16")),
+        "ssm_state_dtype": ("model", "fp32", "bf16", "fp16"),
+        "conv_state_dtype": ("model", "fp32", "bf16"),
         "cached_state_dtype": ("live", "int8"),
         "kv_cache_dtype": ("auto", "fp8"),
         "attention_backend": ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference"),

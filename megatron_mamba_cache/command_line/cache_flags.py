@@ -26,6 +26,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "decode_checkpoints": ("--decode-checkpoints",),
         "num_speculative_tokens": ("--num-speculative-tokens",),
         "draft_states": ("--draft-states",),
+        "ssm_state_dtype": ("--ssm-state-dtype",),
         "cached_state_dtype": ("--cached-state-dtype",),
         "kv_cache_dtype": ("--kv-cache-dtype",),
         "attention_backend": ("--attention-backend",),
@@ -65,6 +66,8 @@ def add_cache_arguments(parser: Any) -> None:
     add("num_speculative_tokens", "maximum draft tokens per request and step, 0 to 8", type=int, metavar="K")
     kept_states = "state storage for drafts: replay from a ring of inputs, or one state per token (default: auto)"
     add("draft_states", kept_states, choices=rules["draft_states"])
+    live = "dtype of recurrent states: the weights' (model), fp32, bf16, or fp16 rounded stochastically (default: fp32)"
+    add("ssm_state_dtype", live, choices=rules["ssm_state_dtype"])
     stored = "format of cached states: like live states, or quantized to 8 bits (default: live)"
     add("cached_state_dtype", stored, choices=rules["cached_state_dtype"])
     keys = "format of cached keys and values: the dtype of the weights, or FP8 (default: auto)"

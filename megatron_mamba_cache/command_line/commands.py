@@ -120,7 +120,9 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     add("--kv-bytes-per-token", type=int, metavar="N", help="bytes per token, over all attention layers")
     add("--state-bytes", type=int, metavar="N", help="bytes of one cached state, over all recurrent layers")
     add = parser.add_argument_group("cache").add_argument
-    stored = "format of cached states, with --model: float32 (live) or quantized to 8 bits (default: live)"
+    live = "dtype of recurrent states, with --model (default: fp32)"
+    add("--ssm-state-dtype", choices=CacheConfig.RULES["ssm_state_dtype"], default="fp32", help=live)
+    stored = "format of cached states, with --model: like live states, or quantized to 8 bits (default: live)"
     add("--cached-state-dtype", choices=CacheConfig.RULES["cached_state_dtype"], default="live", help=stored)
     keys = "format of cached keys and values, with --model: the dtype of the weights, or FP8 (default: auto)"
     add("--kv-cache-dtype", choices=CacheConfig.RULES["kv_cache_dtype"], default="auto", help=keys)

@@ -79,13 +79,17 @@ def _sizes(arguments: Namespace) -> CacheSizes:
         if len(missing) < len(given):
             raise UsageError(f"--model cannot be combined with {' or '.join(given)}; give the model or the bytes")
         formats = CacheConfig(
-            cached_state_dtype=arguments.cached_state_dtype, kv_cache_dtype=arguments.kv_cache_dtype
+            cached_state_dtype=arguments.cached_state_dtype,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            ssm_state_dtype=arguments.ssm_state_dtype,
         ).resolved()
         return _sizes_of(Path(arguments.model), arguments.block_size, formats, arguments.log_level)
     if arguments.cached_state_dtype != "live":
         raise UsageError(
             "--cached-state-dtype needs --model; without it, give the bytes of a cached state as --state-bytes"
         )
+    if arguments.ssm_state_dtype != "fp32":
+        raise UsageError("--ssm-state-dtype needs --model; without it, give the bytes of a state as --state-bytes")
     if arguments.kv_cache_dtype != "auto":
         raise UsageError("--kv-cache-dtype needs --model; without it, give the bytes as --kv-bytes-per-token")
     if missing:

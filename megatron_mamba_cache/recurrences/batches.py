@@ -29,6 +29,10 @@ class PrefillBatch:
         cu_request_chunks: [requests + 1] int32; request r has chunks cu_request_chunks[r] to
             cu_request_chunks[r + 1] - 1.
         longest_first: [requests] int32; indices of the requests, longest first: the order in which kernels start them.
+        computed: [requests] int32; number of tokens before the batch. Only stochastic rounding needs it, and None is
+            allowed without.
+        block_size: Number of tokens between the positions at which stochastic rounding rounds states within a request;
+            a multiple of the chunk size.
     """
 
     cu_seqlens: Tensor
@@ -39,6 +43,8 @@ class PrefillBatch:
     chunk_slots: Tensor
     cu_request_chunks: Tensor
     longest_first: Tensor
+    computed: Tensor | None = None
+    block_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +63,14 @@ class DecodeBatch:
         accepted: [requests] int32, at least 1; number of tokens accepted in the last step. The state after them is in
             column accepted - 1, and the conv window begins at input accepted - 1.
         max_len: Upper bound on the host for the number of tokens per request; at most the number of columns.
+        computed: As in `PrefillBatch`.
     """
 
     cu_tokens: Tensor
     columns: Tensor
     accepted: Tensor
     max_len: int
+    computed: Tensor | None = None
 
 
 class DecodeView(NamedTuple):
@@ -151,7 +159,8 @@ def full_sequences(num_requests: int, length: int, grain: int, device: torch.dev
 def check_decode_batch(rows: DecodeBatch, device: torch.device) -> None:
     """Raise a `ValueError` unless the tensors of the batch match each other and are on `device`."""
     num_requests = rows.accepted.shape[0]
-    check_vectors({"cu_tokens": (rows.cu_tokens, num_requests + 1), "accepted": (rows.accepted, num_requests)}, device)
+    vectors = {"cu_tokens": (rows.cu_tokens, num_requests + 1), "accepted": (rows.accepted, num_requests)}
+    check_vectors(vectors | _of_computed(rows, num_requests), device)
     columns = rows.columns
     if columns.dim() != 2 or columns.shape[0] != num_requests or not 1 <= rows.max_len <= columns.shape[1]:
         raise ValueError(
@@ -178,7 +187,11 @@ def check_prefill_batch(rows: PrefillBatch, device: torch.device) -> None:
         "cu_request_chunks": (rows.cu_request_chunks, num_requests + 1),
         "longest_first": (rows.longest_first, num_requests),
     }
-    check_vectors(vectors, device)
+    check_vectors(vectors | _of_computed(rows, num_requests), device)
+
+
+def _of_computed(rows: PrefillBatch | DecodeBatch, num_requests: int) -> dict[str, tuple[Tensor, int]]:
+    return {} if rows.computed is None else {"computed": (rows.computed, num_requests)}
 
 
 def check_vectors(vectors: dict[str, tuple[Tensor, int]], device: torch.device) -> None:

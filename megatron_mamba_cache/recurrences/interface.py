@@ -64,11 +64,13 @@ class LayerStates:
         cached: Tensors of cached states, by name; the same as `live` if cached states are not quantized. A quantized
             tensor is a `QuantizedStates`.
         drafts: Draft storage of the layer; None if draft states are in slots.
+        seed: Seed of the layer for `stochastic_rounding`; None for other dtypes than fp16.
     """
 
     live: Mapping[str, Tensor]
     cached: Mapping[str, Any]
     drafts: Any = None
+    seed: int | None = None
 
 
 class Recurrence(Protocol):

@@ -123,7 +123,7 @@ class HybridModelShape:
         return form.layout(self.state_groups(config), self.state_layout(config))
 
     def _dtypes(self, config: CacheConfig) -> StateDtypes:
-        named = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16}
+        named = {"model": self.params_dtype, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
         return StateDtypes(self.params_dtype, named[config.conv_state_dtype], named[config.ssm_state_dtype])
 
     def running_bytes(self, config: CacheConfig) -> int:

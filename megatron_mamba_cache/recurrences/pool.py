@@ -8,6 +8,7 @@ from torch import Tensor
 from .cached_form import StoredStates
 from .interface import DraftStorage, LayerStates, StateGroup
 from .layout import SlotLayout, state_tensors
+from .stochastic_rounding import rounding_seed
 from .window import WindowStorage
 
 
@@ -74,6 +75,8 @@ class StatePool:
                 ]
                 live = {name: self.tensors[index][at] for name, index, at in indices}
                 cached = live if self.cached.is_live else {name: self.cached.layer(*at) for name, *at in indices}
-                found[layer] = LayerStates(live, cached, self.drafts.layer(layer))
+                dtypes = [tensor.dtype for tensor in group.tensors if tensor.is_matrix]
+                seed = rounding_seed(dtypes[0], number) if dtypes else None
+                found[layer] = LayerStates(live, cached, self.drafts.layer(layer), seed)
             first += len(group.tensors)
         return [found[layer] for layer in range(len(found))]

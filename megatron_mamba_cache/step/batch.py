@@ -245,6 +245,7 @@ def _decode_batch(requests: Sequence[RunningRequest], buffers: StepBuffers) -> D
         columns=buffers.device_columns()[:num_requests],
         accepted=buffers.device("accepted")[:num_requests],
         max_len=max(request.scheduled for request in requests),
+        computed=buffers.device("computed")[:num_requests],
     )
 
 
@@ -271,6 +272,8 @@ def _prefill_batch(num_requests: int, num_chunks: int, buffers: StepBuffers) -> 
         chunk_slots=device("chunk_slots")[:num_chunks],
         cu_request_chunks=device("cu_request_chunks")[: num_requests + 1],
         longest_first=device("longest_first")[:num_requests],
+        computed=device("prefill_computed")[:num_requests],
+        block_size=buffers.limits.block_size,
     )
 
 

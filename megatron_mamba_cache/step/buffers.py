@@ -55,6 +55,7 @@ class StepLimits:
         marks_real_tokens: True if the model needs to know which tokens are not padding.
         fold_len: Number of tokens after which a draft buffer is folded into the state; 0 without draft buffers.
         restores_states: True if cached states are copied into live slots before a step's forward pass.
+        block_size: Number of tokens per KV block.
     """
 
     max_tokens: int
@@ -66,6 +67,7 @@ class StepLimits:
     marks_real_tokens: bool = False
     fold_len: int = 0
     restores_states: bool = False
+    block_size: int = 0
 
     @property
     def max_logits(self) -> int:
@@ -85,7 +87,7 @@ class StepBuffers:
         *("cu_logits", "logit_tokens", "logit_requests", "computed", "scheduled", "num_drafts", "accepted"),
         *("columns", "state_columns", "align_slots", "live_slots", "draft_buffers", "folded"),
         *("temperature", "top_k", "top_p"),
-        *("cu_seqlens", "initial_slots", "source_slots", "final_slots"),
+        *("cu_seqlens", "prefill_computed", "initial_slots", "source_slots", "final_slots"),
         *("cu_chunks", "chunk_requests", "chunk_slots", "cu_request_chunks", "longest_first"),
         "block_table",
     )

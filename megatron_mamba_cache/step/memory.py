@@ -248,6 +248,7 @@ def _step_buffers(
         marks_real_tokens=shape.has_experts,
         fold_len=config.fold_len,
         restores_states=config.quantizes_states,
+        block_size=config.block_size_tokens,
     )
     with step_memory(config):
         return StepBuffers(limits, device)

@@ -91,13 +91,15 @@ def write_prefill_batch(requests: Sequence[RunningRequest], buffers: StepBuffers
     starts = [0]
     for request in requests:
         starts.append(starts[-1] + request.scheduled)
-    plan = plan_chunks([request.computed for request in requests], starts, grain)
+    computed = [request.computed for request in requests]
+    plan = plan_chunks(computed, starts, grain)
     num_chunks, num_requests = len(plan.chunk_requests), len(requests)
     chunk_slots = [PAD_SLOT] * num_chunks
     for request, start in zip(requests, starts, strict=False):
         for state in request.reserved:
             chunk_slots[plan.chunk_at_end(start + state.position - request.computed)] = state.slot
     buffers.host("cu_seqlens")[: num_requests + 1] = starts
+    buffers.host("prefill_computed")[:num_requests] = computed
     live_slots = [request.cursor.live_slot for request in requests]
     sources = [PAD_SLOT if request.source_slot is None else request.source_slot for request in requests]
     initial_slots = [slot if request.computed else PAD_SLOT for request, slot in zip(requests, live_slots, strict=True)]

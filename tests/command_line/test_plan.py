@@ -1,6 +1,7 @@
 """The `plan` command: its output and its errors."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,18 @@ def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
     assert status == 0 and f" {state:,} bytes a state" in out and not err
 
 
+def test_fp16_state_takes_two_bytes_per_value(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    config = json.loads((SHIPPED / "config.json").read_text())
+    num_layers = config["layers_block_type"].count("linear_attention")
+    values = num_layers * config["mamba_num_heads"] * config["mamba_head_dim"] * config["ssm_state_size"]
+    sizes = []
+    for dtype in ("fp32", "fp16"):
+        status, out, err = planned(capfd, trace, "--model", str(SHIPPED), "--ssm-state-dtype", dtype)
+        assert status == 0 and not err
+        sizes.append(int(re.findall(r" ([\d,]+) bytes a state", out)[0].replace(",", "")))
+    assert sizes[0] - sizes[1] == 2 * values
+
+
 def test_fp8_kv_takes_a_byte_per_element(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
@@ -122,6 +135,7 @@ def test_fp8_kv_takes_a_byte_per_element(trace: Path, capfd: pytest.CaptureFixtu
     ("flags", "message"),
     [
         ((*KV, *STATE, "--cached-state-dtype", "int8"), "--cached-state-dtype needs --model"),
+        ((*KV, *STATE, "--ssm-state-dtype", "fp16"), "--ssm-state-dtype needs --model"),
         ((*KV, *STATE, "--kv-cache-dtype", "fp8"), "--kv-cache-dtype needs --model"),
         (KV, "--state-bytes is missing"),
         ((), "--kv-bytes-per-token is missing"),

@@ -39,6 +39,12 @@ def test_generate_reuses_quantized_states_with_tiers_and_drafts(
     assert summary["cached_tokens"] >= len(PROMPT) // 64 * 64
 
 
+def test_ssm_state_dtype_flag_sets_the_config_field() -> None:
+    for command in ("generate", "serve"):
+        assert config_of(command_parser().parse_args([command, "--ssm-state-dtype", "fp16"])).ssm_state_dtype == "fp16"
+        assert config_of(command_parser().parse_args([command])).ssm_state_dtype == "fp32"
+
+
 def test_kv_cache_dtype_flag_sets_the_config_field() -> None:
     for command in ("generate", "serve"):
         assert config_of(command_parser().parse_args([command, "--kv-cache-dtype", "fp8"])).kv_cache_dtype == "fp8"

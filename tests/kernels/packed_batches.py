@@ -44,8 +44,10 @@ def pack_rows(specs: Sequence[RowSpec], chunk_size: int, device: str, num_paddin
         chunk_slots + padding,
         cu_request_chunks + cu_request_chunks[-1:] * num_padding,
         sorted(range(len(specs) + num_padding), key=lambda row: -specs[row].length if row < len(specs) else 0),
+        [spec.start for spec in specs] + [0] * num_padding,
     )
-    return PrefillBatch(*(torch.tensor(column, dtype=torch.int32, device=device) for column in columns))
+    tensors = (torch.tensor(column, dtype=torch.int32, device=device) for column in columns)
+    return PrefillBatch(*tensors, block_size=chunk_size)
 
 
 def scan_specs(chunk: int) -> list[RowSpec]:
@@ -69,6 +71,7 @@ class VerifySpec:
     length: int
     columns: tuple[int, ...] = ()
     accepted: int = 1
+    computed: int = 0
 
     @property
     def source(self) -> int:
@@ -82,11 +85,11 @@ def pack_verify(specs: Sequence[VerifySpec], device: str, *, num_spare: int = 0)
     width = max([max_len, *(len(spec.columns) + num_spare for spec in specs)])
     table = [[*spec.columns, *[PAD_SLOT] * (width - len(spec.columns))] for spec in specs]
     cu_tokens = [0, *accumulate(spec.length for spec in specs)]
-    cu_tokens, columns, accepted = (
+    cu_tokens, columns, accepted, computed = (
         torch.tensor(values, dtype=torch.int32, device=device)
-        for values in (cu_tokens, table, [spec.accepted for spec in specs])
+        for values in (cu_tokens, table, [spec.accepted for spec in specs], [spec.computed for spec in specs])
     )
-    return DecodeBatch(cu_tokens, columns.view(len(specs), width), accepted, max_len)
+    return DecodeBatch(cu_tokens, columns.view(len(specs), width), accepted, max_len, computed)
 
 
 def random_verify_specs(seed: int, num_slots: int) -> list[VerifySpec]:

@@ -45,7 +45,7 @@ GROUPS = [
     ["test_prompt_gemm.py"],
     ["test_state_replay.py", "test_boundary_folds.py", "test_boundary_plan.py"],
     ["test_few_tokens.py", "test_one_token.py", "test_residual_norm.py", "test_token_draws.py"],
-    ["test_greedy_draws.py", "test_verification.py", "test_delta_verify.py"],
+    ["test_greedy_draws.py", "test_verification.py", "test_delta_verify.py", "test_fp16_states.py"],
     ["test_delta_scan.py"],
     ["test_delta_replay.py"],
 ]

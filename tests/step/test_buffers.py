@@ -39,7 +39,7 @@ def test_step_buffer_sections_do_not_overlap_and_have_the_expected_sizes(
     fill(buffers, first=1)
     values = [value for section in host_values(buffers).values() for value in section]
     assert sorted(values) == list(range(1, len(values) + 1))
-    per_logit, per_token, per_request = 3 * 2 + 2, 2 * 2 + 3, 18 + (1 + max_drafts)
+    per_logit, per_token, per_request = 3 * 2 + 2, 2 * 2 + 3, 19 + (1 + max_drafts)
     assert len(values) == per_logit * num_logits + per_token * 11 + 4 * 6 + per_request * 5 + 8 + 2 * 7 + 5 * 3
 
 

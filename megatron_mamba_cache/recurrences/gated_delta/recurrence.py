@@ -125,7 +125,8 @@ class GatedDelta:
         ends = None if is_live else states.cached[CONV]
         qkv = causal_conv(qkv, weights.conv, None, states.live[CONV], rows, ends=ends)
         quantized = None if is_live else states.cached[STATE]
-        return delta_scan(self._tokens(qkv, b, a), weights.gates, states.live[STATE], rows, self.grain, quantized)
+        tokens = self._tokens(qkv, b, a)
+        return delta_scan(tokens, weights.gates, states.live[STATE], rows, self.grain, quantized, seed=states.seed)
 
     def decode(
         self,
@@ -149,8 +150,10 @@ class GatedDelta:
         qkv = conv_verify(qkv, weights.conv, None, states.live[CONV], rows, drafts=tail)
         tokens, gates, pool = self._tokens(qkv, b, a), weights.gates, states.live[STATE]
         if replayed is None or replay is None:
-            return delta_verify(tokens, gates, pool, rows, after_conv=True)
-        return delta_replay(tokens, gates, pool, replayed.ring, replay, replayed.ring_len, after_conv=True)
+            return delta_verify(tokens, gates, pool, rows, after_conv=True, seed=states.seed)
+        return delta_replay(
+            tokens, gates, pool, replayed.ring, replay, replayed.ring_len, after_conv=True, seed=states.seed
+        )
 
     def _tokens(self, qkv: Tensor, b: Tensor, a: Tensor) -> DeltaTokens:
         of_keys = self.num_key_heads * self.key_dim

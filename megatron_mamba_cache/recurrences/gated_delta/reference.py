@@ -9,6 +9,7 @@ from ...kernels.reference import compute_dtype
 from ..batches import PAD_SLOT, DecodeBatch, PackedTokens, PrefillBatch
 from ..quantized_states import QuantizedStates, store_quantized_ref
 from ..slot_copies import load_slots, store_empty_requests, store_slots
+from ..stochastic_rounding import ScanRoundingRef, cast_state_ref
 from .inputs import EPS, DeltaTokens, GateWeights, write_strengths
 
 _TOKENS_AT_ONCE = 64
@@ -21,6 +22,7 @@ def delta_scan_ref(
     pool: Tensor,
     rows: PrefillBatch,
     quantized: QuantizedStates | None = None,
+    seed: int | None = None,
 ) -> Tensor:
     """Run the gated delta rule over packed requests, token by token; store states in place.
 
@@ -39,6 +41,7 @@ def delta_scan_ref(
         return torch.zeros_like(tokens.v, memory_format=torch.contiguous_format)
     dtype = compute_dtype(tokens.v)
     steps, positions = _Steps(tokens, gates, dtype), _token_slots(rows, num_tokens)
+    rounding = ScanRoundingRef.of(rows, pool, seed, positions.requests, positions.ends)
     state = torch.zeros(pool.shape[1:], dtype=dtype, device=pool.device)
     outputs = []
     for first in range(0, num_tokens, _TOKENS_AT_ONCE):
@@ -46,18 +49,21 @@ def delta_scan_ref(
         states = []
         for token, initial in enumerate(load_slots(pool, positions.initial_slots[group], dtype).unbind(), first):
             state, y = steps.advance(torch.where(positions.is_first[token], initial, state), token)
+            state = rounding.within(state, token)
             states.append(state)
             outputs.append(y)
         ends = torch.stack(states)
         if quantized is None:
-            store_slots(pool, positions.boundary_slots[group], ends)
+            store_slots(pool, positions.boundary_slots[group], rounding.stored(ends, group))
         else:
             store_quantized_ref(quantized, positions.boundary_slots[group], ends)
-        store_slots(pool, positions.final_slots[group], ends)
+        store_slots(pool, positions.final_slots[group], rounding.stored(ends, group))
     return torch.where(positions.exists[:, None, None], torch.stack(outputs), 0).to(tokens.v.dtype)
 
 
-def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeBatch) -> Tensor:
+def delta_verify_ref(
+    tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows: DecodeBatch, seed: int | None = None
+) -> Tensor:
     """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
     The result is bit-identical to separate single-token steps: both use the pool's dtype between tokens.
@@ -80,7 +86,7 @@ def delta_verify_ref(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows
     for token in range(rows.max_len):
         states, y = steps.advance(states, token)
         outputs.append(y)
-        kept.append(states.to(pool.dtype))
+        kept.append(cast_state_ref(states, pool.dtype, seed, rows.computed, after=token + 1))
         states = kept[-1].to(dtype)
     slots = torch.where(packed.inside, rows.columns[:, : rows.max_len], PAD_SLOT)
     store_slots(pool, slots.flatten(), torch.stack(kept, dim=1).flatten(0, 1))
@@ -92,6 +98,8 @@ class _TokenSlots(NamedTuple):
 
     Args:
         exists: False after the last request.
+        requests: Index of the token's request.
+        ends: Packed position after the token.
         is_first: True for the first token of a request.
         initial_slots: Slot of the state before the token, if the token is the first of its request.
         boundary_slots: Slot for the state after the token, if the token is the last of its chunk.
@@ -99,6 +107,8 @@ class _TokenSlots(NamedTuple):
     """
 
     exists: Tensor
+    requests: Tensor
+    ends: Tensor
     is_first: Tensor
     initial_slots: Tensor
     boundary_slots: Tensor
@@ -118,6 +128,8 @@ def _token_slots(rows: PrefillBatch, num_tokens: int) -> _TokenSlots:
     is_end = exists & (positions + 1 == chunk_ends.index_select(0, chunk))
     return _TokenSlots(
         exists=exists,
+        requests=row,
+        ends=positions + 1,
         is_first=is_first,
         initial_slots=torch.where(is_first, rows.initial_slots.index_select(0, row), PAD_SLOT),
         boundary_slots=torch.where(is_end, rows.chunk_slots.index_select(0, chunk), PAD_SLOT),

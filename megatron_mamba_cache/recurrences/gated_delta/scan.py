@@ -12,12 +12,14 @@ from ...kernels.kernel_launches import launches_kernel
 from ..batches import PrefillBatch, check_prefill_batch
 from ..quantized_states import QuantizedStates
 from ..request_tiles import TileShape, tile_shape
+from ..stochastic_rounding import ScanRounding, scan_rounding
 from .inputs import DeltaTokens, GateWeights, check_pool, check_tokens
 from .reference import delta_scan_ref
 from .scan_portable import scan_portably
 from .tile_systems import solve_tiles
 
 _DTYPES = (torch.bfloat16, torch.float32)
+_POOL_DTYPES = (*_DTYPES, torch.float16)
 _MOST_KEY_DIM = 256
 
 
@@ -28,6 +30,8 @@ def delta_scan(
     rows: PrefillBatch,
     grain: int,
     quantized: QuantizedStates | None = None,
+    *,
+    seed: int | None = None,
 ) -> Tensor:
     """Run the gated delta rule over packed requests; read initial states from the pool and store states in place.
 
@@ -39,6 +43,7 @@ def delta_scan(
         pool: [slots, value heads, key_dim, value_dim]; each slot is contiguous.
         grain: Maximum length of a chunk in `rows`.
         quantized: Storage for states at chunk ends, in `rows.chunk_slots`; None: these are slots of `pool`.
+        seed: Seed of the layer for stochastic rounding to an fp16 pool; None: round to nearest.
 
     Returns:
         [tokens, value heads, value_dim] in the dtype of `v`; zeros after the last chunk.
@@ -53,10 +58,11 @@ def delta_scan(
     if quantized is not None:
         quantized.check(pool)
     check_prefill_batch(rows, tokens.q.device)
+    rounding = scan_rounding(rows, pool, seed)
     shape = tile_shape(grain, tokens.q.dtype)
     if not launches_kernel(tokens.q) or shape is None or not _fits_kernels(tokens, pool) or _is_empty(tokens, rows):
-        return delta_scan_ref(tokens, gates, pool, rows, quantized)
-    return scan_tiles(tokens, gates, pool, rows, shape, quantized)
+        return delta_scan_ref(tokens, gates, pool, rows, quantized, seed)
+    return scan_tiles(tokens, gates, pool, rows, shape, quantized, rounding)
 
 
 def scan_tiles(
@@ -66,10 +72,11 @@ def scan_tiles(
     rows: PrefillBatch,
     shape: TileShape,
     quantized: QuantizedStates | None = None,
+    rounding: ScanRounding | None = None,
 ) -> Tensor:
     """Run the scan kernels with tiles of the given shape; `delta_scan` checks the arguments."""
     tiles = solve_tiles(tokens, gates, rows, shape)
-    scan_portably(tokens, pool, rows, tiles, quantized)
+    scan_portably(tokens, pool, rows, tiles, quantized, rounding=rounding)
     return tiles.y
 
 
@@ -78,4 +85,4 @@ def _is_empty(tokens: DeltaTokens, rows: PrefillBatch) -> bool:
 
 
 def _fits_kernels(tokens: DeltaTokens, pool: Tensor) -> bool:
-    return tokens.k.shape[2] <= _MOST_KEY_DIM and tokens.q.dtype in _DTYPES and pool.dtype in _DTYPES
+    return tokens.k.shape[2] <= _MOST_KEY_DIM and tokens.q.dtype in _DTYPES and pool.dtype in _POOL_DTYPES

@@ -17,9 +17,10 @@ from ...kernels.kernel_launches import num_multiprocessors
 from ..batches import PrefillBatch
 from ..quantized_states import QuantizedStates, quantized_pointers
 from ..request_tiles import LEAST_WIDTH, tiled_view
+from ..stochastic_rounding import ScanRounding
 from .inputs import DeltaTokens
 from .tile_systems import TileSystems
-from .tile_updates import advance_tile, store_boundary, store_state
+from .tile_updates import advance_tile, end_tile, store_state
 
 _ALIGNMENT = 16  # alignment in bytes that TMA requires
 
@@ -77,8 +78,8 @@ class _Packed(NamedTuple):
 
 @triton.jit
 def _scan_partly(
-    state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
-    head, key_head, first,
+    state, packed, factors, kept, tile_slots, states, slot_stride, quantized, rounding, origin, is_state, at, t, begin,
+    low, high, head, key_head, first,
     HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -99,10 +100,10 @@ def _scan_partly(
     solved, scores = tl.load(packed.solved + square), tl.load(packed.scores + square)
     y, state = advance_tile(state, q, k, v, solved, scores, factors + t * (4 * WIDTH), tl.load(kept + t), PRECISION)
     tl.store(packed.y + token[None, :] * (HEADS * VALUE_DIM) + channel, y, mask=is_value)
-    store_boundary(
-        states, slot_stride, quantized, tl.load(tile_slots + t), state, is_state, head, first, KEY_DIM, VALUE_DIM
-    )
-    return state
+    return end_tile(
+        states, slot_stride, quantized, rounding, tl.load(tile_slots + t), state,
+        origin + tl.minimum(begin + (t + 1) * LENGTH, high), is_state, head, first, KEY_DIM, VALUE_DIM,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
@@ -121,6 +122,7 @@ def _scan_kernel(
     pool,
     slot_stride,
     quantized,
+    rounding,
     num_tiles,
     HEADS: tl.constexpr,
     HEADS_A_KEY: tl.constexpr,
@@ -164,6 +166,10 @@ def _scan_kernel(
     factors += at * (4 * WIDTH)
     kept += at
 
+    origin = 0
+    if rounding is not None:
+        origin = tl.load(rounding.computed + row) - low  # position of packed token 0
+
     first_whole = tl.where(begin < low, 1, 0)
     after_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
     if k_tiles is None:
@@ -171,8 +177,8 @@ def _scan_kernel(
         after_whole = 0
     for t in tl.range(0, first_whole, num_stages=1):
         state = _scan_partly(
-            state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
-            head, key_head, first, HEADS, KEY_DIM, VALUE_DIM, LENGTH, WIDTH, PRECISION,
+            state, packed, factors, kept, tile_slots, states, slot_stride, quantized, rounding, origin, is_state, at, t,
+            begin, low, high, head, key_head, first, HEADS, KEY_DIM, VALUE_DIM, LENGTH, WIDTH, PRECISION,
         )  # fmt: skip
     if k_tiles is not None:
         for t in tl.range(first_whole, after_whole, num_stages=NUM_STAGES):
@@ -187,17 +193,18 @@ def _scan_kernel(
                 state, q, k, tl.trans(v), solved, scores, factors + t * (4 * WIDTH), tl.load(kept + t), PRECISION
             )
             y_tiles.store([token, head * VALUE_DIM + first], tl.trans(y.to(packed.y.dtype.element_ty)))
-            store_boundary(
-                states, slot_stride, quantized, tl.load(tile_slots + t), state, is_state, head, first,
-                KEY_DIM, VALUE_DIM,
+            state = end_tile(
+                states, slot_stride, quantized, rounding, tl.load(tile_slots + t), state, origin + token + LENGTH,
+                is_state, head, first, KEY_DIM, VALUE_DIM,
             )  # fmt: skip
     for t in tl.range(after_whole, num_row_tiles, num_stages=NUM_STAGES if k_tiles is None else 1):
         state = _scan_partly(
-            state, packed, factors, kept, tile_slots, states, slot_stride, quantized, is_state, at, t, begin, low, high,
-            head, key_head, first, HEADS, KEY_DIM, VALUE_DIM, LENGTH, WIDTH, PRECISION,
+            state, packed, factors, kept, tile_slots, states, slot_stride, quantized, rounding, origin, is_state, at, t,
+            begin, low, high, head, key_head, first, HEADS, KEY_DIM, VALUE_DIM, LENGTH, WIDTH, PRECISION,
         )  # fmt: skip
 
-    store_state(states, slot_stride, tl.load(rows.final_slots + row), state, is_state)
+    final = tl.load(rows.final_slots + row)
+    store_state(states, slot_stride, rounding, final, state, origin + high, is_state, head, first, KEY_DIM)
 
 
 def scan_portably(
@@ -207,6 +214,7 @@ def scan_portably(
     tiles: TileSystems,
     quantized: QuantizedStates | None = None,
     tiling: ScanTiling | None = None,
+    rounding: ScanRounding | None = None,
 ) -> None:
     """Scan all requests; write outputs to `tiles.y` and states to their slots, in place.
 
@@ -232,6 +240,7 @@ def scan_portably(
         pool=pool,
         slot_stride=pool.stride(0),
         quantized=quantized_pointers(quantized),
+        rounding=rounding,
         num_tiles=tiles.slots.shape[0],
         HEADS=num_heads,
         HEADS_A_KEY=num_heads // key_heads,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..quantized_states import store_quantized
+from ..stochastic_rounding import cast_scanned, round_boundary
 
 
 @triton.jit
@@ -38,22 +39,29 @@ def advance_tile(state, q, k, v, solved, scores, factors, kept, PRECISION: tl.co
 
 
 @triton.jit
-def store_state(states, slot_stride, slot, state, is_state):
+def store_state(states, slot_stride, rounding, slot, state, position, is_state, head, first, KEY_DIM: tl.constexpr):
     if slot >= 0:
-        tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty), mask=is_state)
+        targets = states + slot.to(tl.int64) * slot_stride
+        row = head * KEY_DIM + tl.arange(0, state.shape[1])[None, :]
+        column = first + tl.arange(0, state.shape[0])[:, None]
+        stored = cast_scanned(state, states.dtype.element_ty, rounding, position, row, column)
+        tl.store(targets, stored, mask=is_state)
 
 
 @triton.jit
-def store_boundary(
-    states, slot_stride, quantized, slot, state, is_state, head, first, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr
-):
-    """Store the state at the end of a tile; quantize it if `quantized` is given."""
+def end_tile(
+    states, slot_stride, quantized, rounding, slot, state, position, is_state, head, first,
+    KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+):  # fmt: skip
+    """Round the state at the end of a tile if due, store it, quantized if `quantized` is given, and return it."""
+    n, p = tl.arange(0, state.shape[1]), first + tl.arange(0, state.shape[0])
+    state = round_boundary(state, states.dtype.element_ty, rounding, position, head * KEY_DIM + n[None, :], p[:, None])
     if quantized is None:
-        store_state(states, slot_stride, slot, state, is_state)
+        store_state(states, slot_stride, rounding, slot, state, position, is_state, head, first, KEY_DIM)
     elif slot >= 0:
-        n, p = tl.arange(0, state.shape[1]), first + tl.arange(0, state.shape[0])
         no_layer = slot.to(tl.int64) * 0
         store_quantized(
             quantized, no_layer, slot.to(tl.int64), tl.trans(state), head, n, p, n < KEY_DIM, p < VALUE_DIM,
             KEY_DIM, VALUE_DIM,
         )  # fmt: skip
+    return state

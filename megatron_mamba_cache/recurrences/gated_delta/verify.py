@@ -23,6 +23,7 @@ from ...kernels.kernel_language import only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
 from ..batches import PAD_SLOT, DecodeBatch, check_decode_batch
+from ..stochastic_rounding import DecodeRounding, cast_state, decode_rounding
 from .inputs import (
     EPS,
     DeltaTokens,
@@ -52,6 +53,8 @@ class VerifyTiling:
 
 
 TILING = VerifyTiling(width=32, num_warps=4, max_registers=96)
+_FOR_ROUNDING = VerifyTiling(width=32, num_warps=4, max_registers=128)
+"""Tiling for stochastic rounding, which needs more registers."""
 _PAD = tl.constexpr(PAD_SLOT)
 _EPS = tl.constexpr(EPS)
 
@@ -89,6 +92,7 @@ def _delta_verify_kernel(
     pool,
     slot_stride,
     rows,
+    rounding,
     scale,
     num_rows,
     num_tokens,
@@ -135,6 +139,9 @@ def _delta_verify_kernel(
     stored = tl.load(
         states + source * slot_stride, mask=only_if(source != _PAD, is_state), other=0.0
     )  # [key_dim, width]
+    seed, computed = None, 0
+    if rounding is not None:
+        seed, computed = rounding.seed, tl.load(rounding.computed + row)
     A_log, dt_bias = tl.load(gates.A_log + head), tl.load(gates.dt_bias + head)
     if READS_EARLY:
         await_launcher(OVERLAPS)
@@ -156,7 +163,8 @@ def _delta_verify_kernel(
         out = tl.fma(tl.sum(q * k, axis=0), written, decay * asked)
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * VALUE_DIM), out, mask=has_p)
         state = tl.fma(k[:, None], written[None, :], decay * state)
-        stored = state.to(pool.dtype.element_ty)
+        after = computed + (token - start) + 1
+        stored = cast_state(state, pool.dtype.element_ty, seed, after, head * KEY_DIM + n[:, None], p[None, :])
         tl.store(states + slot * slot_stride, stored, mask=only_if(slot != _PAD, is_state))
 
 
@@ -165,9 +173,10 @@ def delta_verify(
     gates: GateWeights,
     pool: Tensor,
     rows: DecodeBatch,
-    tiling: VerifyTiling = TILING,
+    tiling: VerifyTiling | None = None,
     *,
     after_conv: bool = False,
+    seed: int | None = None,
 ) -> Tensor:
     """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
@@ -178,6 +187,7 @@ def delta_verify(
         pool: [slots, value heads, key_dim, value_dim]; each slot is contiguous.
         after_conv: True if the previous launch is the `conv_verify` that computes q, k and v. The kernel then reads
             states before `conv_verify` ends.
+        seed: Seed of the layer for stochastic rounding to an fp16 pool; None: round to nearest.
 
     Returns:
         [tokens, value heads, value_dim] in the dtype of `v`.
@@ -191,11 +201,13 @@ def delta_verify(
     check_tokens(tokens, gates)
     check_pool(tokens, pool)
     check_decode_batch(rows, pool.device)
+    rounding = decode_rounding(rows.computed, pool, seed)
     if not launches_kernel(pool) or not is_computed_in_fp32(tokens.v, pool):
-        return delta_verify_ref(tokens, gates, pool, rows)
+        return delta_verify_ref(tokens, gates, pool, rows, seed)
     y = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
     if y.numel() > 0:
-        _launch(y, tokens, gates, pool, rows, tiling, after_conv)
+        chosen = TILING if seed is None else _FOR_ROUNDING
+        _launch(y, tokens, gates, pool, rows, tiling or chosen, rounding, after_conv)
     return y
 
 
@@ -206,6 +218,7 @@ def _launch(
     pool: Tensor,
     rows: DecodeBatch,
     tiling: VerifyTiling,
+    rounding: DecodeRounding | None,
     after_conv: bool,
 ) -> None:
     num_tokens, heads, value_dim = y.shape
@@ -218,6 +231,7 @@ def _launch(
         pool=pool,
         slot_stride=pool.stride(0),
         rows=_Rows(rows.cu_tokens, rows.columns, rows.accepted),
+        rounding=rounding,
         scale=key_dim**-0.5,
         num_rows=num_rows,
         num_tokens=num_tokens,

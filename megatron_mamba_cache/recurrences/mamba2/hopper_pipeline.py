@@ -15,6 +15,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ...kernels.gluon_common import load_tile, store_tile
 from ..quantized_states import LEAST, MOST_FP8, MOST_INT8
+from ..stochastic_rounding import cast_scanned
 
 
 @aggregate
@@ -221,7 +222,7 @@ class Results:
 class Scratch:
     """Shared memory of one group of four warps: weighted inputs, the state in bf16, and store buffers.
 
-    `leaving` is the buffer for storing the state. For a bf16 pool it is the same as `state`.
+    `leaving` is the buffer for storing the state, in the pool's dtype. For a bf16 pool it is the same as `state`.
     """
 
     weighted: gl.shared_memory_descriptor
@@ -269,12 +270,12 @@ def put_outputs(results, y_copy, y, span, token, head, channel, sizes):
 
 
 @gluon.jit
-def put_state(results, scratch, state, kept, slot, head, channel, sizes):
+def put_state(results, scratch, state, kept, slot, rounding, position, row, column, head, channel, sizes):
     """Store the state after a tile in a slot; call it after `put_outputs`."""
     if results.pool.dtype.element_ty != gl.bfloat16:
         if kept >= 0:
             tma.store_wait(0)  # the previous tile's state may still be read from the buffer
-        scratch.leaving.store(state)
+        scratch.leaving.store(cast_scanned(state, results.pool.dtype.element_ty, rounding, position, row, column))
         fence_async_shared()
     first_row = slot * (results.slot_stride // sizes.HEAD_DIM) + head * sizes.D_STATE
     store_tile(results.pool_states, [first_row, channel], scratch.leaving)

@@ -130,6 +130,7 @@ class Mamba2:
             self.grain,
             None if is_live else cached_ssm,
             tiles=tiles,
+            seed=states.seed,
         )
 
     def decode(
@@ -153,9 +154,16 @@ class Mamba2:
         xbc = conv_verify(xbc, weights.conv, weights.bias, states.live[CONV], rows, drafts=tail)
         tokens = self._tokens(xbc, dt)
         if replayed is None or replay is None:
-            return state_verify(tokens, weights.ssm, states.live[SSM], rows, after_conv=True)
+            return state_verify(tokens, weights.ssm, states.live[SSM], rows, after_conv=True, seed=states.seed)
         return state_replay(
-            tokens, weights.ssm, states.live[SSM], replayed.ring, replay, replayed.ring_len, after_conv=True
+            tokens,
+            weights.ssm,
+            states.live[SSM],
+            replayed.ring,
+            replay,
+            replayed.ring_len,
+            after_conv=True,
+            seed=states.seed,
         )
 
     def _tokens(self, xbc: Tensor, dt: Tensor) -> SSMTokens:

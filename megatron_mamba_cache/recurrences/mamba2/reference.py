@@ -9,6 +9,7 @@ from ...kernels.reference import along_first_dim, compute_dtype
 from ..batches import PAD_SLOT, DecodeBatch, PackedTokens, PrefillBatch
 from ..quantized_states import QuantizedStates, store_quantized_ref
 from ..slot_copies import load_slots, store_empty_requests, store_slots
+from ..stochastic_rounding import ScanRoundingRef, cast_state_ref
 from .inputs import SSMTokens, SSMWeights
 
 _CHUNKS_AT_ONCE = 16
@@ -22,6 +23,7 @@ def ssd_scan_ref(
     rows: PrefillBatch,
     chunk_size: int,
     quantized: QuantizedStates | None = None,
+    seed: int | None = None,
 ) -> Tensor:
     """Torch reference for `ssd_scan`; uses the block decomposition of section 6.
 
@@ -37,6 +39,7 @@ def ssd_scan_ref(
     packed = (x, weights.time_steps(tokens.dt, dtype), tokens.B, tokens.C)
     decay, skip = weights.decay(dtype), weights.D.to(dtype)
     chunks = _chunk_slots(rows)
+    rounding = ScanRoundingRef.of(rows, ssm_pool, seed, rows.chunk_requests, chunks.ends)
     state = x.new_zeros(ssm_pool.shape[1:], dtype=dtype)
     for first in range(0, num_chunks, _CHUNKS_AT_ONCE):
         group = slice(first, first + _CHUNKS_AT_ONCE)
@@ -46,14 +49,16 @@ def ssd_scan_ref(
         initial = load_slots(ssm_pool, chunks.initial_slots[group], dtype)
         x_chunks, dt, B, C = (_gather_tokens(t, gathered, inside, dtype) for t in packed)
         scan = _scan_chunks(x_chunks, dt, B, C, decay, skip)
-        outputs, ends = scan.carry(state, initial, chunks.is_first[group])
+        outputs, ends = scan.carry(state, initial, chunks.is_first, first, rounding)
         state = ends[-1]
         y.index_copy_(0, torch.where(inside, positions, num_tokens).flatten(), outputs.flatten(0, 1).to(x.dtype))
-        _store_ends(ssm_pool, chunks.stored_slots[group], ends, quantized)
+        _store_ends(ssm_pool, chunks.stored_slots[group], rounding.stored(ends, group), ends, quantized)
     return y[:num_tokens]
 
 
-def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch) -> Tensor:
+def state_verify_ref(
+    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, rows: DecodeBatch, seed: int | None = None
+) -> Tensor:
     """Torch reference for `state_verify`; rounds to the pool's dtype after each token."""
     dtype, heads = compute_dtype(tokens.x), tokens.x.shape[1]
     A, D = weights.decay(dtype), weights.D.to(dtype)
@@ -68,7 +73,7 @@ def state_verify_ref(tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, r
     for j in range(rows.max_len):
         states = decays[:, j, :, None, None] * states + B[:, j, :, :, None] * scaled[:, j, :, None, :]
         outputs.append((states * C[:, j, :, :, None]).sum(2))
-        kept.append(states.to(ssm_pool.dtype))
+        kept.append(cast_state_ref(states, ssm_pool.dtype, seed, rows.computed, after=j + 1))
         states = kept[-1].to(dtype)
     slots = torch.where(packed.inside, rows.columns[:, : rows.max_len], PAD_SLOT)
     store_slots(ssm_pool, slots.flatten(), torch.stack(kept, dim=1).flatten(0, 1))
@@ -101,12 +106,18 @@ def _gather_tokens(packed: Tensor, positions: Tensor, inside: Tensor, dtype: tor
     return torch.where(along_first_dim(inside.flatten(), tokens), tokens, 0).to(dtype).unflatten(0, positions.shape)
 
 
-def _store_ends(ssm_pool: Tensor, slots: Tensor, states: Tensor, quantized: QuantizedStates | None) -> None:
-    """Write the states at chunk ends [chunks, ...] to their boundary and final slots [chunks, 2]."""
+def _store_ends(
+    ssm_pool: Tensor, slots: Tensor, states: Tensor, exact: Tensor, quantized: QuantizedStates | None
+) -> None:
+    """Write the states at chunk ends [chunks, ...] to their boundary and final slots [chunks, 2].
+
+    Args:
+        exact: The states before they are cast to the pool's dtype, from which they are quantized.
+    """
     if quantized is None:
         store_slots(ssm_pool, slots.flatten(), states.repeat_interleave(2, dim=0))
     else:
-        store_quantized_ref(quantized, slots[:, 0], states)
+        store_quantized_ref(quantized, slots[:, 0], exact)
         store_slots(ssm_pool, slots[:, 1], states)
 
 
@@ -126,22 +137,27 @@ class _ChunkScan:
     kept: Tensor  # [chunks, heads, 1, 1]: decay of the initial state over the whole chunk
     skipped: Tensor  # [chunks, heads, chunk_size, head_dim]: skip connection D * x
 
-    def carry(self, state: Tensor, initial: Tensor, is_first: Tensor) -> tuple[Tensor, Tensor]:
+    def carry(
+        self, state: Tensor, initial: Tensor, is_first: Tensor, first: int, rounding: ScanRoundingRef
+    ) -> tuple[Tensor, Tensor]:
         """Carry the state through the chunks; the first chunk of a request starts from `initial` [chunks, ...].
+
+        Args:
+            is_first: [all chunks] bool; those of this group begin at index `first`.
 
         Returns:
             The outputs [chunks, chunk_size, heads, head_dim], and the states after each chunk.
         """
         within, reached, ends = [], [], []
         times = self.scaled.shape[1] // self.B.shape[1]
-        for i in range(is_first.shape[0]):
-            state = torch.where(is_first[i], initial[i], state)
+        for i in range(initial.shape[0]):
+            state = torch.where(is_first[first + i], initial[i], state)
             B, C, scaled = self.B[i].clone(), self.C[i].clone(), self.scaled[i].clone()
             scores = (C @ B.transpose(1, 2)).repeat_interleave(times, dim=0)
             within.append((scores * self.decay[i]) @ scaled)
             reached.append(C.repeat_interleave(times, dim=0) @ state)
             weighted = B.repeat_interleave(times, dim=0) * self.left[i]
-            state = self.kept[i] * state + weighted.transpose(1, 2) @ scaled
+            state = rounding.within(self.kept[i] * state + weighted.transpose(1, 2) @ scaled, first + i)
             ends.append(state)
         outputs = torch.stack(within) + self.reach * torch.stack(reached) + self.skipped
         return outputs.transpose(1, 2), torch.stack(ends)

@@ -15,12 +15,14 @@ from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_ker
 from ..batches import PrefillBatch, check_prefill_batch
 from ..quantized_states import QuantizedStates, quantized_pointers
 from ..request_tiles import TILE_LEN, TileShape, tile_shape, tiled_view
+from ..stochastic_rounding import ScanRounding, scan_rounding
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
 from .reference import ssd_scan_ref
 from .scan_portable import scan_portably
 from .tiles import HopperTiling, ScanTiles, cut_tiles, head_slices
 
 _DTYPES = (torch.bfloat16, torch.float32)
+_POOL_DTYPES = (*_DTYPES, torch.float16)
 _ALIGNMENT = 16  # alignment in bytes that TMA requires
 _MAX_STATE = 128 * 128  # maximum number of elements of a head's state, limited by shared memory
 _CHANNELS = 64  # number of channels per group of four warps
@@ -56,6 +58,7 @@ def ssd_scan(
     quantized: QuantizedStates | None = None,
     *,
     tiles: ScanTiles | None = None,
+    seed: int | None = None,
 ) -> Tensor:
     """Run the recurrence over packed requests; read initial states from the pool and store states in place.
 
@@ -68,6 +71,7 @@ def ssd_scan(
         chunk_size: Maximum length of a chunk in `rows`.
         quantized: Storage for states at chunk ends, in `rows.chunk_slots`; None: these are slots of `ssm_pool`.
         tiles: Result of `cut_rows` for the same batch, which can be used once; None: compute it here.
+        seed: Seed of the layer for stochastic rounding to an fp16 pool; None: round to nearest.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of `x`; zeros after the last chunk.
@@ -85,18 +89,14 @@ def ssd_scan(
     if quantized is not None:
         quantized.check(ssm_pool)
     check_prefill_batch(rows, tokens.x.device)
+    rounding = scan_rounding(rows, ssm_pool, seed)
     shape = tile_shape(chunk_size, tokens.x.dtype)
-    if (
-        not launches_kernel(tokens.x)
-        or shape is None
-        or not _fits_kernels(tokens, ssm_pool)
-        or _is_empty(tokens.dt, rows)
-    ):
-        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size, quantized)
-    tiling = None
-    if _fits_hopper(tokens, ssm_pool, shape):
-        tiling = choose_tiling(tokens, rows.longest_first.shape[0])
-    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, quantized, tiles=tiles)
+    fits = _fits_kernels(tokens, ssm_pool) and not _is_empty(tokens.dt, rows)
+    if not launches_kernel(tokens.x) or shape is None or not fits:
+        return ssd_scan_ref(tokens, weights, ssm_pool, rows, chunk_size, quantized, seed)
+    fits_hopper = _fits_hopper(tokens, ssm_pool, shape)
+    tiling = choose_tiling(tokens, rows.longest_first.shape[0]) if fits_hopper else None
+    return scan_tiles(tokens, weights, ssm_pool, rows, shape, tiling, quantized, tiles=tiles, rounding=rounding)
 
 
 def scan_tiles(
@@ -109,6 +109,7 @@ def scan_tiles(
     quantized: QuantizedStates | None = None,
     *,
     tiles: ScanTiles | None = None,
+    rounding: ScanRounding | None = None,
 ) -> Tensor:
     """Scan with the Hopper kernel and `tiling`, or with the portable kernel if `tiling` is None.
 
@@ -127,6 +128,7 @@ def scan_tiles(
         "pool": ssm_pool,
         "slot_stride": ssm_pool.stride(0),
         "quantized": quantized_pointers(quantized),
+        "rounding": rounding,
         "num_tiles": tiles.slots.shape[0],
         "HEADS": num_heads,
         "GROUPS": num_groups,
@@ -174,7 +176,7 @@ def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
         and d_state & (d_state - 1) == 0
         and prod(_dims(tokens)) <= _MAX_STATE
         and tokens.x.dtype in _DTYPES
-        and ssm_pool.dtype in _DTYPES
+        and ssm_pool.dtype in _POOL_DTYPES
         and all(_is_aligned(packed) for packed in (tokens.x, tokens.B, tokens.C))
     )
 

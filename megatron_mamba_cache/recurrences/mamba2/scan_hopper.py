@@ -22,6 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..request_tiles import TILE_LEN
+from ..stochastic_rounding import cast_scanned, round_boundary
 from .hopper_pipeline import (
     PackedTiles,
     Results,
@@ -44,7 +45,8 @@ _FILL_REGISTERS = 40
 
 @gluon.jit
 def _scan_head(
-    pipeline, scratch, results, quantized, span, totals, tile_slots, skip, initial, final, head, channel, sizes,
+    pipeline, scratch, results, quantized, rounding, computed, span, totals, tile_slots, skip, initial, final, head,
+    channel, sizes,
     PART: gl.constexpr,
 ):  # fmt: skip
     """Scan some channels of one head of a request, on four warps.
@@ -60,6 +62,8 @@ def _scan_head(
     dim = gl.arange(0, sizes.D_STATE, layout=gl.SliceLayout(1, OUT))
     lane = gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
     states = results.pool + (head * sizes.D_STATE + dim)[:, None] * sizes.HEAD_DIM + (channel + lane)[None, :]
+    origin = computed - span.low  # position of packed token 0
+    in_states, column = head * sizes.D_STATE + dim[:, None], channel + lane[None, :]
     state = gl.zeros([sizes.D_STATE, sizes.CHANNELS], gl.float32, layout=OUT)
     if initial >= 0:
         state = gl.load(states + initial.to(gl.int64) * results.slot_stride).to(gl.float32)
@@ -106,6 +110,8 @@ def _scan_head(
             is_async=True,
         )
         state = warpgroup_mma_wait(2, deps=[state])
+        end = origin + gl.minimum(span.begin + (k + 1) * LENGTH, span.high)
+        state = round_boundary(state, results.pool.dtype.element_ty, rounding, end, in_states, column)
         await_scratch(results, kept)
         scratch.state.store(state.to(gl.bfloat16))
         y, shares = warpgroup_mma_wait(1, deps=[y, shares])
@@ -113,7 +119,7 @@ def _scan_head(
         put_outputs(results, scratch.y, y.to(gl.bfloat16), span, span.begin + k * LENGTH, head, channel, sizes)
         if quantized is None:
             if slot >= 0:
-                put_state(results, scratch, state, kept, slot, head, channel, sizes)
+                put_state(results, scratch, state, kept, slot, rounding, end, in_states, column, head, channel, sizes)
             kept = slot
         elif slot >= 0:
             put_quantized(quantized, state, slot, head, channel, sizes)
@@ -121,7 +127,8 @@ def _scan_head(
         scores = warpgroup_mma_wait(0, deps=[begun])
     tma.store_wait(0)
     if final >= 0:
-        gl.store(states + final.to(gl.int64) * results.slot_stride, state.to(results.pool.dtype.element_ty))
+        stored = cast_scanned(state, results.pool.dtype.element_ty, rounding, origin + span.high, in_states, column)
+        gl.store(states + final.to(gl.int64) * results.slot_stride, stored)
 
 
 @gluon.jit
@@ -150,7 +157,7 @@ def _share(scores, decays, gains, OPERAND: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
     x_tiles, B_tiles, C_tiles, y_tiles, decay_tiles, pool_states, rows, y, D, decays, tile_slots, pool, slot_stride,
-    quantized, num_tiles,
+    quantized, rounding, num_tiles,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, HEAD_DIM: gl.constexpr, FIRST: gl.constexpr, SPLITS: gl.constexpr,
     D_STATE: gl.constexpr, CHANNELS: gl.constexpr, TOGETHER: gl.constexpr, LENGTH: gl.constexpr, STAGES: gl.constexpr,
     PER_CHUNK: gl.constexpr, SCAN_REGISTERS: gl.constexpr, FILL_REGISTERS: gl.constexpr,
@@ -160,8 +167,7 @@ def _scan_kernel(
     row = gl.load(rows.longest_first + gl.program_id(0) // PER_ROW)
     head = gl.program_id(0) % PER_ROW // SPLITS * TOGETHER
     channel = FIRST + gl.program_id(0) % SPLITS * CHANNELS
-    initial = gl.load(rows.initial_slots + row)
-    final = gl.load(rows.final_slots + row)
+    initial, final = gl.load(rows.initial_slots + row), gl.load(rows.final_slots + row)
     span = find_span(rows, row, LENGTH, PER_CHUNK)
 
     tiles = PackedTiles(x_tiles, B_tiles, C_tiles, decay_tiles)
@@ -178,7 +184,13 @@ def _scan_kernel(
     totals = decays + (head.to(gl.int64) * num_tiles + span.first) * (2 * LENGTH) + LENGTH - 1
     scratch = Scratch(weighted.index(0), state.index(0), leaving.index(0), y_copy.index(0))
     skip = gl.load(D + head).to(gl.float32)
-    first = (pipeline, scratch, results, quantized, span, totals, slots, skip, initial, final, head, channel, sizes, 0)
+    computed = 0
+    if rounding is not None:
+        computed = gl.load(rounding.computed + row)
+    first = (
+        pipeline, scratch, results, quantized, rounding, computed, span, totals, slots, skip, initial, final,
+        head, channel, sizes, 0,
+    )  # fmt: skip
     filling = (tiles, pipeline, span, head, channel, num_tiles, sizes)
     if TOGETHER == 1:
         gl.warp_specialize([(_scan_head, first), (fill, filling)], [1], [FILL_REGISTERS])
@@ -187,7 +199,7 @@ def _scan_kernel(
         scratch = Scratch(weighted.index(1), state.index(1), leaving.index(1), y_copy.index(1))
         skip = gl.load(D + head + 1).to(gl.float32)
         second = (
-            pipeline, scratch, results, quantized, span, totals, slots, skip, initial, final,
+            pipeline, scratch, results, quantized, rounding, computed, span, totals, slots, skip, initial, final,
             head + 1, channel, sizes, 1,
         )  # fmt: skip
         gl.warp_specialize(

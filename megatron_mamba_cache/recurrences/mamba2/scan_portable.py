@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..quantized_states import store_quantized
+from ..stochastic_rounding import cast_scanned, round_boundary
 from .inputs import SSMTokens
 from .tiles import HeadSlice, ScanTiles
 
@@ -86,33 +87,41 @@ def _advance_partly(
 
 
 @triton.jit
-def _store_state(states, slot_stride, slot, state, CHANNELS: tl.constexpr):
+def _store_state(
+    states, slot_stride, rounding, slot, state, position, head, FIRST: tl.constexpr, CHANNELS: tl.constexpr
+):
     if slot >= 0:
-        inside = tl.arange(0, state.shape[1])[None, :] < CHANNELS
-        tl.store(states + slot.to(tl.int64) * slot_stride, state.to(states.dtype.element_ty), mask=inside)
+        lane = tl.arange(0, state.shape[1])[None, :]
+        row = head * state.shape[0] + tl.arange(0, state.shape[0])[:, None]
+        stored = cast_scanned(state, states.dtype.element_ty, rounding, position, row, FIRST + lane)
+        tl.store(states + slot.to(tl.int64) * slot_stride, stored, mask=lane < CHANNELS)
 
 
 @triton.jit
-def _store_boundary(
-    states, slot_stride, quantized, slot, state, head,
+def _end_tile(
+    states, slot_stride, quantized, rounding, slot, state, position, head,
     HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Store the state at the end of a tile; quantize it if `quantized` is given."""
+    """Round the state at the end of a tile if due, store it, quantized if `quantized` is given, and return it."""
+    D_STATE: tl.constexpr = state.shape[0]
+    n, lane = tl.arange(0, D_STATE), tl.arange(0, state.shape[1])
+    row, channel = head * D_STATE + n[:, None], FIRST + lane[None, :]
+    state = round_boundary(state, states.dtype.element_ty, rounding, position, row, channel)
     if quantized is None:
-        _store_state(states, slot_stride, slot, state, CHANNELS)
+        _store_state(states, slot_stride, rounding, slot, state, position, head, FIRST, CHANNELS)
     elif slot >= 0:
-        D_STATE: tl.constexpr = state.shape[0]
-        n, lane = tl.arange(0, D_STATE), tl.arange(0, state.shape[1])
         no_layer = slot.to(tl.int64) * 0
         store_quantized(
             quantized, no_layer, slot.to(tl.int64), state, head, n, FIRST + lane, n < D_STATE, lane < CHANNELS,
             D_STATE, HEAD_DIM,
         )  # fmt: skip
+    return state
 
 
 @triton.jit(do_not_specialize=["num_tiles"])
 def _scan_kernel(
-    packed, x_tiles, B_tiles, C_tiles, y_tiles, rows, D, decays, tile_slots, pool, slot_stride, quantized, num_tiles,
+    packed, x_tiles, B_tiles, C_tiles, y_tiles, rows, D, decays, tile_slots, pool, slot_stride, quantized, rounding,
+    num_tiles,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_DIM: tl.constexpr, FIRST: tl.constexpr, CHANNELS: tl.constexpr,
     LANES: tl.constexpr, D_STATE: tl.constexpr, LENGTH: tl.constexpr, WIDTH: tl.constexpr, PER_CHUNK: tl.constexpr,
     PRECISION: tl.constexpr, NUM_STAGES: tl.constexpr,
@@ -143,6 +152,9 @@ def _scan_kernel(
     tile_slots += tile
     decays += (head.to(tl.int64) * num_tiles + tile) * (2 * WIDTH)
     skip = tl.load(D + head).to(tl.float32)
+    origin = 0
+    if rounding is not None:
+        origin = tl.load(rounding.computed + row) - low  # position of packed token 0
 
     first_whole = tl.where(begin < low, 1, 0)
     after_whole = tl.maximum(first_whole, (high - begin) // LENGTH)
@@ -153,7 +165,10 @@ def _scan_kernel(
             state, packed, decays, skip, head, group, begin, low, tl.minimum(high, begin + LENGTH),
             HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_boundary(states, slot_stride, quantized, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+        state = _end_tile(
+            states, slot_stride, quantized, rounding, tl.load(tile_slots + k), state,
+            origin + tl.minimum(begin + (k + 1) * LENGTH, high), head, HEAD_DIM, FIRST, CHANNELS,
+        )  # fmt: skip
     for k in tl.range(first_whole, after_whole, num_stages=NUM_STAGES):
         token = begin + k * LENGTH
         x = x_tiles.load([token, head * HEAD_DIM + FIRST])
@@ -161,16 +176,23 @@ def _scan_kernel(
         C = C_tiles.load([token, group * D_STATE])
         y, state = _advance(state, x, B, C, decays + k * (2 * WIDTH), skip, PRECISION)
         y_tiles.store([token, head * HEAD_DIM + FIRST], y.to(packed.y.dtype.element_ty))
-        _store_boundary(states, slot_stride, quantized, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+        state = _end_tile(
+            states, slot_stride, quantized, rounding, tl.load(tile_slots + k), state,
+            origin + tl.minimum(begin + (k + 1) * LENGTH, high), head, HEAD_DIM, FIRST, CHANNELS,
+        )  # fmt: skip
     for k in tl.range(after_whole, num_row_tiles, num_stages=1):
         token = begin + k * LENGTH
         state = _advance_partly(
             state, packed, decays + k * (2 * WIDTH), skip, head, group, token, token, tl.minimum(high, token + LENGTH),
             HEADS, HEAD_DIM, FIRST, CHANNELS, LANES, D_STATE, WIDTH, PRECISION,
         )  # fmt: skip
-        _store_boundary(states, slot_stride, quantized, tl.load(tile_slots + k), state, head, HEAD_DIM, FIRST, CHANNELS)
+        state = _end_tile(
+            states, slot_stride, quantized, rounding, tl.load(tile_slots + k), state,
+            origin + tl.minimum(begin + (k + 1) * LENGTH, high), head, HEAD_DIM, FIRST, CHANNELS,
+        )  # fmt: skip
 
-    _store_state(states, slot_stride, tl.load(rows.final_slots + row), state, CHANNELS)
+    final = tl.load(rows.final_slots + row)
+    _store_state(states, slot_stride, rounding, final, state, origin + high, head, FIRST, CHANNELS)
 
 
 def scan_portably(tokens: SSMTokens, tiles: ScanTiles, channels: HeadSlice, arguments: dict[str, Any]) -> None:

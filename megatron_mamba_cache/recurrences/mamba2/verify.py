@@ -22,6 +22,7 @@ from ...kernels.kernel_language import only_if
 from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel
 from ...kernels.overlap import await_inputs, await_launcher, overlapping, release
 from ..batches import PAD_SLOT, DecodeBatch, DecodeView, check_decode_batch
+from ..stochastic_rounding import DecodeRounding, cast_state, decode_rounding
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens, kernel_weights, time_step
 from .reference import state_verify_ref
 
@@ -60,7 +61,7 @@ def _load_inputs(tokens, token, end, head, group, n, p, D_STATE: tl.constexpr, H
 
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "columns_stride"])
 def _state_verify_kernel(
-    y, tokens, weights, pool, slot_stride, rows, num_rows, num_tokens, columns_stride,
+    y, tokens, weights, pool, slot_stride, rows, rounding, num_rows, num_tokens, columns_stride,
     HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
     WIDTH: tl.constexpr, READS_EARLY: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -98,6 +99,9 @@ def _state_verify_kernel(
     stored = tl.load(
         states + source * slot_stride, mask=only_if(source != _PAD, is_state), other=0.0
     )  # [d_state, width]
+    seed, computed = None, 0
+    if rounding is not None:
+        seed, computed = rounding.seed, tl.load(rounding.computed + row)
     A = -tl.exp(tl.load(weights.A_log + head).to(tl.float32))
     skip = tl.load(weights.D + head).to(tl.float32)
     bias = tl.load(weights.dt_bias + head)
@@ -117,7 +121,8 @@ def _state_verify_kernel(
         state = tl.fma(tl.exp(dt * A), stored.to(tl.float32), increment)
         out = tl.fma(skip, x, tl.sum(state * c.to(tl.float32)[:, None], axis=0))
         tl.store(y + tl.cast(token, tl.int64) * (HEADS * HEAD_DIM), out, mask=has_p)
-        stored = state.to(pool.dtype.element_ty)
+        after = computed + (token - start) + 1
+        stored = cast_state(state, pool.dtype.element_ty, seed, after, head * D_STATE + n[:, None], p[None, :])
         tl.store(states + slot * slot_stride, stored, mask=only_if(slot != _PAD, is_state))
 
 
@@ -129,6 +134,7 @@ def state_verify(
     tiling: VerifyTiling | None = None,
     *,
     after_conv: bool = False,
+    seed: int | None = None,
 ) -> Tensor:
     """Advance the state of each request over its base token and drafts; store the state after each token in place.
 
@@ -140,6 +146,7 @@ def state_verify(
         tiling: None: choose by the number of heads.
         after_conv: True if the previous launch is the `conv_verify` that computes x, B and C. The kernel then reads
             states before `conv_verify` ends.
+        seed: Seed of the layer for stochastic rounding to an fp16 pool; None: round to nearest.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of `x`.
@@ -153,12 +160,14 @@ def state_verify(
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)
     check_decode_batch(rows, ssm_pool.device)
+    rounding = decode_rounding(rows.computed, ssm_pool, seed)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
-        return state_verify_ref(tokens, weights, ssm_pool, rows)
+        return state_verify_ref(tokens, weights, ssm_pool, rows, seed)
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
     if y.numel() > 0:
-        chosen = _OF_FEW_HEADS if y.shape[1] <= _FEW_HEADS else TILING
-        _launch(y, tokens, weights, ssm_pool, rows, tiling or chosen, after_conv)
+        is_narrow = y.shape[1] <= _FEW_HEADS or seed is not None  # stochastic rounding needs registers
+        chosen = _OF_FEW_HEADS if is_narrow else TILING
+        _launch(y, tokens, weights, ssm_pool, rows, tiling or chosen, rounding, after_conv)
     return y
 
 
@@ -169,6 +178,7 @@ def _launch(
     ssm_pool: Tensor,
     rows: DecodeBatch,
     tiling: VerifyTiling,
+    rounding: DecodeRounding | None,
     after_conv: bool,
 ) -> None:
     num_tokens, heads, head_dim = y.shape
@@ -181,6 +191,7 @@ def _launch(
         pool=ssm_pool,
         slot_stride=ssm_pool.stride(0),
         rows=DecodeView(rows.cu_tokens, rows.columns, rows.accepted),
+        rounding=rounding,
         num_rows=num_rows,
         num_tokens=num_tokens,
         columns_stride=rows.columns.stride(0),

@@ -23,6 +23,7 @@ from ...kernels.kernel_launches import is_computed_in_fp32, launches_kernel, res
 from ..batches import PAD_SLOT, AlignBatch, ReplayBatch
 from ..quantized_states import QuantizedStates, quantized_pointers, store_quantized
 from ..slot_tiles import next_turn, numbered, of_number
+from ..stochastic_rounding import SEED_STEP, cast_state, check_seed
 from .fold import fold_entries
 from .reference import fold_boundaries_ref, plan_boundary_folds_ref
 from .ring import BoundaryFolds, ReplayRing, check_boundary_folds, check_ring_len, check_shapes, fold_arguments
@@ -91,7 +92,13 @@ def plan_boundary_folds(rows: ReplayBatch, align: AlignBatch, ring_len: int, blo
 
 
 def fold_boundaries(
-    pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
+    pools: Tensor,
+    rings: ReplayRing,
+    rows: BoundaryFolds,
+    ring_len: int,
+    quantized: QuantizedStates | None = None,
+    *,
+    seed: int | None = None,
 ) -> None:
     """Write each request's state after its first `ends` tokens to its target slot, in all layers, in place.
 
@@ -104,6 +111,7 @@ def fold_boundaries(
         rings: Rings of all layers, with the layers as the first dimension.
         ring_len: Number of tokens per period, as in `state_replay`.
         quantized: Storage that contains the target slots; None: these are slots of `pools`.
+        seed: Seed of the first layer for stochastic rounding to fp16 pools; None: round to nearest.
 
     Raises:
         ValueError: If shapes, dtypes, strides or devices disagree.
@@ -112,19 +120,20 @@ def fold_boundaries(
     """
     _check(pools, rings, ring_len)
     check_boundary_folds(rows, pools.device)
+    check_seed(pools, seed)
     if quantized is not None:
         quantized.check(pools)
     if 0 in (rows.targets.shape[0], pools.numel()):
         return
     if not launches_kernel(pools) or not is_computed_in_fp32(rings.x, pools):
-        fold_boundaries_ref(pools, rings, rows, ring_len, quantized)
+        fold_boundaries_ref(pools, rings, rows, ring_len, quantized, seed)
         return
     if quantized is None and folds_by_mma(pools, rings.x.dtype):
         from .fold_mma import fold_by_mma  # imported here, because other devices may lack Gluon
 
-        fold_by_mma(pools, rings, rows, ring_len)
+        fold_by_mma(pools, rings, rows, ring_len, seed)
     else:
-        fold_portably(pools, rings, rows, ring_len, quantized)
+        fold_portably(pools, rings, rows, ring_len, quantized, seed)
 
 
 def _check(pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
@@ -147,11 +156,12 @@ def _check(pools: Tensor, rings: ReplayRing, ring_len: int) -> None:
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _fold_boundaries_kernel(
-    pool, slot_stride, quantized, ring, layers, rows, num_rows,
+    pool, slot_stride, quantized, seed, ring, layers, rows, num_rows,
     ROWS: tl.constexpr, LAYERS: tl.constexpr, HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr,
     HEAD_DIM: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):  # fmt: skip
+    """Fold the tiles of all requests. Long because of the pointers of a tile."""
     programs = tl.num_programs(0)
     PARTS: tl.constexpr = (HEAD_DIM + TILE_WIDTH - 1) // TILE_WIDTH
     A_LAYER: tl.constexpr = HEADS * PARTS
@@ -185,22 +195,33 @@ def _fold_boundaries_kernel(
                     x = ring.x + layer * layers.x + ring_number * ring.x_ring + head * HEAD_DIM + p
                     b = ring.B + layer * layers.B + ring_number * ring.B_ring + head // HEADS_A_GROUP * D_STATE + n
                     steps = ring.steps + layer * layers.steps + ring_number * ring.steps_ring + head
+                    of_layer = seed
+                    if seed is not None:
+                        of_layer = seed + tile // A_LAYER * SEED_STEP
+                    in_states, column = head * D_STATE + n[:, None], p[None, :]
                     state = fold_entries(
-                        state, pool, x, b, steps, ring, folded, end, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
-                    )
+                        state, pool, of_layer, in_states, column, x, b, steps, ring, folded, end, has_n, has_p,
+                        HEADS, CAPACITY, X_CAPACITY, RING,
+                    )  # fmt: skip
                     if quantized is None:
-                        tl.store(states + target * slot_stride, state.to(pool.dtype.element_ty), mask=is_state)
+                        stored = cast_state(state, pool.dtype.element_ty, of_layer, end, in_states, column)
+                        tl.store(states + target * slot_stride, stored, mask=is_state)
                     else:
                         store_quantized(quantized, layer, target, state, head, n, p, has_n, has_p, D_STATE, HEAD_DIM)
                 turn = next_turn(turn, LAYERS * A_LAYER)
 
 
 def fold_portably(
-    pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None
+    pools: Tensor,
+    rings: ReplayRing,
+    rows: BoundaryFolds,
+    ring_len: int,
+    quantized: QuantizedStates | None,
+    seed: int | None = None,
 ) -> None:
     """Fold with the Triton kernel, which supports all shapes; `fold_boundaries` checks the arguments."""
     _fold_boundaries_kernel[(resident_programs(pools.device, PROGRAMS_PER_SM),)](
-        **fold_arguments(pools, rings, rows, ring_len),
+        **fold_arguments(pools, rings, rows, ring_len, seed),
         quantized=quantized_pointers(quantized),
         TILE_WIDTH=min(WIDTH, triton.next_power_of_2(pools.shape[4])),
         num_warps=NUM_WARPS,

@@ -12,6 +12,7 @@ from ..cached_form import StoredStates
 from ..draft_inputs import DraftInputs
 from ..interface import LiveState
 from ..quantized_states import QuantizedStates
+from ..stochastic_rounding import rounding_seed
 from ..window import accepted_columns, columns_of
 from .boundary_folds import fold_boundaries, plan_boundary_folds
 from .ring import BoundaryFolds, ReplayRing
@@ -50,6 +51,7 @@ class ReplayStorage:
 
     def __init__(self, live: StoredStates, rings: ReplayRing, ring_len: int, draft_inputs: Tensor | None) -> None:
         self._live = live
+        self._seed = rounding_seed(live.parts[_STATE].dtype)
         self._rings = rings
         self._ring_len = ring_len
         self._draft_inputs = draft_inputs
@@ -68,7 +70,7 @@ class ReplayStorage:
         folds = plan_boundary_folds(replay, rows, self._ring_len, block_size)
         storage = stored.storage(_STATE)
         quantized = storage if isinstance(storage, QuantizedStates) else None
-        fold_boundaries(self._live.parts[_STATE], self._rings, folds, self._ring_len, quantized)
+        fold_boundaries(self._live.parts[_STATE], self._rings, folds, self._ring_len, quantized, seed=self._seed)
         stored.align_copy(rows, block_size, tails=self._tails(replay.buffers), only_windows=True)
 
     def resolve(self, states: Sequence[LiveState]) -> None:
@@ -78,7 +80,7 @@ class ReplayStorage:
             lines = [(state.slot, state.buffer, state.folded, state.computed) for state in folding]
             slots, rings, folded, ends = columns_of(lines).to(self._live.device)[:, : len(lines)]
             folds = BoundaryFolds(slots, rings, folded, ends, slots)
-            fold_boundaries(self._live.parts[_STATE], self._rings, folds, self._ring_len)
+            fold_boundaries(self._live.parts[_STATE], self._rings, folds, self._ring_len, seed=self._seed)
         shifted = [state for state in states if state.accepted > 1]
         if shifted:
             rows, buffers = accepted_columns(shifted, self._live.device)

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ...kernels.kernel_language import only_if
+from ..stochastic_rounding import cast_state
 
 
 @triton.jit
@@ -27,7 +28,7 @@ def _load_entry(
 
 @triton.jit
 def fold_entries(
-    state, pool, x, b, steps, ring, position, end, has_n, has_p,
+    state, pool, seed, row, column, x, b, steps, ring, position, end, has_n, has_p,
     HEADS: tl.constexpr, CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr,
 ):  # fmt: skip
     """Fold the ring entries from `position` to `end` - 1 into the float32 `state` [d_state, width], and return it.
@@ -35,6 +36,7 @@ def fold_entries(
     `state` is cast to the pool's dtype at every multiple of RING, and nowhere else.
 
     Args:
+        seed, row, column: As in `cast_state`.
         x, b, steps: Pointers to the head's inputs at index 0 of the ring.
         has_n, has_p: Masks of the rows and columns that exist in the state.
     """
@@ -51,6 +53,6 @@ def fold_entries(
             # Explicit fma, because the compiler may fuse differently in each compiled variant.
             state = tl.fma(tl.exp(decay), state, increment)
         if until % RING == 0:
-            state = state.to(pool.dtype.element_ty).to(tl.float32)
+            state = cast_state(state, pool.dtype.element_ty, seed, until, row, column).to(tl.float32)
         position = until
     return state

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from ...kernels.kernel_launches import num_multiprocessors
 from ..batches import PAD_SLOT
+from ..stochastic_rounding import SEED_STEP, cast_state
 from .operands import as_left, as_right_rows, from_sums, left_layout, split_into_bf16, sync_lanes
 from .ring import BoundaryFolds, ReplayRing, fold_arguments
 from .tiling import hopper_width
@@ -105,13 +106,13 @@ def _tile_offsets(
 
 @gluon.jit
 def _fold_period(
-    source, target, x, b, steps, ring, begin, position, until,
+    source, target, seed, row, column, x, b, steps, ring, begin, position, until,
     HEADS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
     X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """Fold the entries from `position` to `until` - 1, all in the period that starts at `begin`."""
     PADDED: gl.constexpr = _padded(RING)
-    EIGHTHS: gl.constexpr = _eighths(D_STATE, target.dtype.element_ty.primitive_bitwidth)
+    EIGHTHS: gl.constexpr = _eighths(D_STATE, target.dtype.element_ty.primitive_bitwidth if seed is None else 32)
     SLICES: gl.constexpr = D_STATE // (8 * EIGHTHS)
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 1], [16, 8])  # [width, elements]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
@@ -146,16 +147,19 @@ def _fold_period(
         sums = mma_v2(middle, right, sums)
         sums = mma_v2(high, right, sums)
         folded = gl.fma(of_state, state.to(gl.float32), from_sums(sums, TILE))
-        gl.store(
-            target + _tile_offsets(number, EIGHTHS, D_STATE, HEAD_DIM, WIDTH, TILE), folded.to(target.dtype.element_ty)
-        )
+        targets = target + _tile_offsets(number, EIGHTHS, D_STATE, HEAD_DIM, WIDTH, TILE)
+        if seed is not None:
+            n = row + _elements(number, EIGHTHS, D_STATE, gl.SliceLayout(1, TILE))
+            p = column + gl.arange(0, WIDTH, layout=gl.SliceLayout(0, TILE))
+            folded = cast_state(folded, target.dtype.element_ty, seed, until, n[:, None], p[None, :])
+        gl.store(targets, folded.to(target.dtype.element_ty))
         if number + 1 < SLICES:
             state, keys = following
 
 
 @gluon.jit
 def fold_tile(
-    source, target, x, b, steps, ring, position, end,
+    source, target, seed, row, column, x, b, steps, ring, position, end,
     HEADS: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr,
     X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
@@ -166,13 +170,14 @@ def fold_tile(
 
     Args:
         source, target: Pointers to the tile before and after the fold; may be equal.
+        seed, row, column: As in `cast_state`, for the first element of the tile.
         x, b, steps: Pointers to the head's inputs at index 0 of the ring; `x` points to the tile's columns.
     """
     begin = position // RING * RING
     for _ in range(gl.maximum((end + RING - 1) // RING - position // RING, 1)):
         until = gl.minimum(begin + RING, end)
         _fold_period(
-            source, target, x, b, steps, ring, begin, position, until,
+            source, target, seed, row, column, x, b, steps, ring, begin, position, until,
             HEADS, D_STATE, HEAD_DIM, CAPACITY, X_CAPACITY, RING, WIDTH,
         )  # fmt: skip
         source = target
@@ -183,7 +188,7 @@ def fold_tile(
 
 @gluon.jit(do_not_specialize=["num_rows"])
 def _fold_boundaries_kernel(
-    pool, slot_stride, ring, layers, rows, num_rows,
+    pool, slot_stride, seed, ring, layers, rows, num_rows,
     ROWS: gl.constexpr, LAYERS: gl.constexpr, HEADS: gl.constexpr, HEADS_A_GROUP: gl.constexpr, D_STATE: gl.constexpr,
     HEAD_DIM: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
@@ -206,11 +211,15 @@ def _fold_boundaries_kernel(
             end = gl.load(rows.ends + at)
             for tile in range(turn, TILES, programs):
                 layer = (tile // A_LAYER).to(gl.int64)
+                of_layer = seed
+                if seed is not None:
+                    of_layer = seed + tile // A_LAYER * SEED_STEP
                 head = tile % A_LAYER // PARTS
                 first = tile % PARTS * WIDTH
                 states = pool + layer * layers.pool + head * (D_STATE * HEAD_DIM) + first
                 fold_tile(
                     states + slot * slot_stride, states + target * slot_stride,
+                    of_layer, head * D_STATE, first,
                     ring.x + layer * layers.x + number * ring.x_ring + head * HEAD_DIM + first,
                     ring.B + layer * layers.B + number * ring.B_ring + head // HEADS_A_GROUP * D_STATE,
                     ring.steps + layer * layers.steps + number * ring.steps_ring + head,
@@ -221,10 +230,10 @@ def _fold_boundaries_kernel(
             at = gl.min(to_write, axis=0)
 
 
-def fold_by_mma(pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> None:
+def fold_by_mma(pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, seed: int | None = None) -> None:
     """Fold with the Gluon kernel, for pools that satisfy `folds_by_mma`; `fold_boundaries` checks the arguments."""
     _fold_boundaries_kernel[(PROGRAMS_PER_SM * num_multiprocessors(pools.device),)](
-        **fold_arguments(pools, rings, rows, ring_len),
+        **fold_arguments(pools, rings, rows, ring_len, seed),
         WIDTH=hopper_width(pools.shape[4], pools.shape[3]),
         num_warps=1,
         enable_fp_fusion=True,

@@ -192,9 +192,14 @@ def _elements(INDEX: gl.constexpr, D_STATE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _multiply_left(left, right, sums, LEFT: gl.constexpr):
-    """Add the product of a float32 or bf16 tile and a bf16 right operand to `sums`."""
+    """Add the product of a float32, fp16 or bf16 tile and a bf16 right operand to `sums`."""
     if left.dtype == gl.bfloat16:
         sums = mma_v2(as_left(left, LEFT), right, sums)
+    elif left.dtype == gl.float16:
+        high = left.to(gl.float32).to(gl.bfloat16)
+        low = (left.to(gl.float32) - high.to(gl.float32)).to(gl.bfloat16)  # exact: fp16 numbers have 11 bits
+        sums = mma_v2(as_left(low, LEFT), right, sums)
+        sums = mma_v2(as_left(high, LEFT), right, sums)
     else:
         low, middle, high = split_into_bf16(left)
         sums = mma_v2(as_left(low, LEFT), right, sums)

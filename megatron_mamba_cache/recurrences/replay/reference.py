@@ -7,11 +7,17 @@ from ...kernels.reference import compute_dtype, redirect_padding
 from ..batches import PAD_SLOT, AlignBatch, ReplayBatch
 from ..quantized_states import QuantizedStates, store_quantized_ref
 from ..slot_copies import load_slots, store_slots
+from ..stochastic_rounding import cast_state_ref, next_seed
 from .ring import BoundaryFolds, ReplayRing
 
 
 def fold_boundaries_ref(
-    pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, quantized: QuantizedStates | None = None
+    pools: Tensor,
+    rings: ReplayRing,
+    rows: BoundaryFolds,
+    ring_len: int,
+    quantized: QuantizedStates | None = None,
+    seed: int | None = None,
 ) -> None:
     """Torch reference for `fold_boundaries`."""
     if rows.targets.shape[0] == 0:
@@ -21,9 +27,10 @@ def fold_boundaries_ref(
     for layer, pool in enumerate(pools):
         ring = ReplayRing(rings.x[layer], rings.B[layer], rings.steps[layer])
         states = load_slots(pool, rows.slots, compute_dtype(ring.x))
-        states = _folded(states, pool.dtype, ring, rows, ends, ring_len)
+        of_layer = next_seed(seed, layer)
+        states = _folded(states, pool.dtype, ring, rows, ends, ring_len, of_layer)
         if quantized is None:
-            store_slots(pool, targets, states)
+            store_slots(pool, targets, cast_state_ref(states, pool.dtype, of_layer, ends))
         else:
             store_quantized_ref(quantized.of_layer(layer), targets, states)
 
@@ -38,11 +45,13 @@ def plan_boundary_folds_ref(rows: ReplayBatch, align: AlignBatch, ring_len: int,
     return BoundaryFolds(rows.slots, rows.buffers, first, torch.where(reached, end, first), targets)
 
 
-def fold_and_replay(pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int, dtype: torch.dtype) -> Tensor:
+def fold_and_replay(
+    pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int, dtype: torch.dtype, seed: int | None
+) -> Tensor:
     """Fold each request's due ring entries into its base, in place; return the states after its `computed` tokens."""
     is_row = rows.slots != PAD_SLOT
     first = torch.maximum(rows.folded, rows.computed // ring_len * ring_len)
-    states = _folded(load_slots(pool, rows.slots, dtype), pool.dtype, ring, rows, first, ring_len)
+    states = _folded(load_slots(pool, rows.slots, dtype), pool.dtype, ring, rows, first, ring_len, seed)
     store_slots(pool, torch.where(first > rows.folded, rows.slots, PAD_SLOT), states)
     for i in range(_most(rows.computed - first, is_row, ring_len)):
         states = advanced(states, ring, rows.buffers, first + i, is_row & (first + i < rows.computed))
@@ -56,6 +65,7 @@ def _folded(
     rows: ReplayBatch | BoundaryFolds,
     ends: Tensor,
     ring_len: int,
+    seed: int | None,
 ) -> Tensor:
     """Return the states after the ring entries before `ends`, rounded to `stored` at every multiple of `ring_len`."""
     is_row = rows.slots != PAD_SLOT
@@ -64,7 +74,8 @@ def _folded(
         folds = is_row & (position < ends)
         states = advanced(states, ring, rows.buffers, position, folds)
         is_inexact = (folds & ((position + 1) % ring_len == 0))[:, None, None, None]
-        states = torch.where(is_inexact, states.to(stored).to(states.dtype), states)
+        inexact = cast_state_ref(states, stored, seed, position, after=1)
+        states = torch.where(is_inexact, inexact.to(states.dtype), states)
     return states
 
 

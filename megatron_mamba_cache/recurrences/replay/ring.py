@@ -223,12 +223,15 @@ def kernel_rows(rows: ReplayBatch) -> KernelRows:
     return KernelRows(*(getattr(rows, name) for name in KernelRows._fields))
 
 
-def fold_arguments(pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int) -> dict[str, Any]:
+def fold_arguments(
+    pools: Tensor, rings: ReplayRing, rows: BoundaryFolds, ring_len: int, seed: int | None
+) -> dict[str, Any]:
     """Return the arguments that are common to both fold kernels (Triton and Gluon)."""
     num_layers, _, heads, d_state, head_dim = pools.shape
     return {
         "pool": pools,
         "slot_stride": pools.stride(1),
+        "seed": seed,
         "ring": kernel_ring(rings),
         "layers": KernelLayers(*(tensor.stride(0) for tensor in (pools, rings.x, rings.B, rings.steps))),
         "rows": rows,

@@ -33,6 +33,7 @@ from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.fold import fold_entries
 from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows, load_request
+from ...stochastic_rounding import check_seed
 from ..inputs import DeltaTokens, GateWeights, check_pool, check_tokens, kernel_tokens
 from .factors import NUM_SCALARS, ReplayFactors, append_and_weigh
 from .reference import delta_replay_ref
@@ -52,6 +53,7 @@ def delta_replay(
     tiling: ReplayTiling | None = None,
     *,
     after_conv: bool = False,
+    seed: int | None = None,
 ) -> Tensor:
     """Compute the outputs of each request's tokens and append the tokens to its ring; fold older ring entries if due.
 
@@ -66,8 +68,8 @@ def delta_replay(
             at least ring_len + max_tokens - 1.
         ring_len: Number of tokens between two folds; a power of two, at least 4.
         tiling: Output kernel and its sizes; None: the fastest. All steps of a request must use the same kernel.
-        after_conv: True if the previous launch is the `conv_verify` that computes q, k and v. All other inputs are then
-            read before `conv_verify` ends.
+        after_conv: True if the previous launch is the `conv_verify` of q, k and v; other inputs are then read early.
+        seed: Seed of the layer for stochastic rounding to an fp16 pool; None: round to nearest.
 
     Returns:
         [tokens, value heads, value_dim] in the dtype of `v`.
@@ -81,14 +83,15 @@ def delta_replay(
     check_tokens(tokens, gates)
     check_pool(tokens, pool)
     check_replay_batch(rows, pool.device)
+    check_seed(pool, seed)
     check_ring(ring, tokens.v[:0].to(compute_dtype(tokens.v)), tokens.k, ring_len, rows.max_tokens)
     if not launches_kernel(pool) or not is_computed_in_fp32(tokens.v, pool):
-        return delta_replay_ref(tokens, gates, pool, ring, rows, ring_len)
+        return delta_replay_ref(tokens, gates, pool, ring, rows, ring_len, seed)
     y = torch.empty_like(tokens.v, memory_format=torch.contiguous_format)
     if y.numel() > 0:
         factors = append_and_weigh(y, tokens, gates, ring, rows, ring_len, after_conv=after_conv)
         if rows.slots.shape[0] > 0:
-            _launch(y, tokens, pool, ring, rows, factors, tiling or choose_tiling(tokens, pool))
+            _launch(y, tokens, pool, ring, rows, factors, tiling or choose_tiling(tokens, pool), seed)
     return y
 
 
@@ -100,6 +103,7 @@ def _launch(
     rows: ReplayBatch,
     factors: ReplayFactors,
     tiling: ReplayTiling,
+    seed: int | None,
 ) -> None:
     heads, value_dim = tokens.v.shape[1:]
     arguments = {
@@ -107,6 +111,7 @@ def _launch(
         "tokens": kernel_tokens(tokens),
         "pool": pool,
         "slot_stride": pool.stride(0),
+        "seed": seed,
         "ring": kernel_ring(ring),
         "rows": kernel_rows(rows),
         "scalars": factors.scalars,
@@ -136,7 +141,7 @@ def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
 
 @triton.jit(do_not_specialize=["max_tokens"])
 def _delta_replay_kernel(
-    y, tokens, pool, slot_stride, ring, rows, scalars, inputs, max_tokens,
+    y, tokens, pool, slot_stride, seed, ring, rows, scalars, inputs, max_tokens,
     HEADS: tl.constexpr, HEADS_A_KEY: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr, WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
@@ -160,6 +165,7 @@ def _delta_replay_kernel(
     states = pool + slot * slot_stride + head * (KEY_DIM * VALUE_DIM) + n[:, None] * VALUE_DIM + p[None, :]
     is_state = has_n[:, None] & has_p[None, :]
     state = tl.load(states, mask=is_state, other=0.0).to(tl.float32)  # [key_dim, width]
+    in_states = head * KEY_DIM + n[:, None]
     values = head * VALUE_DIM + p
     xs = ring.x + number * ring.x_ring + values
     bs = ring.B + number * ring.B_ring + keys + n
@@ -172,8 +178,9 @@ def _delta_replay_kernel(
     )  # [RING, width]
     if first > folded:
         state = fold_entries(
-            state, pool, xs, bs, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
-        )
+            state, pool, seed, in_states, p[None, :], xs, bs, steps, ring, folded, first, has_n, has_p,
+            HEADS, CAPACITY, X_CAPACITY, RING,
+        )  # fmt: skip
         tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
         tl.debug_barrier()  # appended values may overwrite entries that other threads still fold
 
@@ -189,8 +196,9 @@ def _delta_replay_kernel(
             tl.debug_barrier()  # other threads may have appended the entries that this thread folds
             begin = tl.maximum(first, position - RING)
             state = fold_entries(
-                state, pool, xs, bs, steps, ring, begin, position, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
-            )
+                state, pool, seed, in_states, p[None, :], xs, bs, steps, ring, begin, position, has_n, has_p,
+                HEADS, CAPACITY, X_CAPACITY, RING,
+            )  # fmt: skip
             written = tl.zeros_like(written)
         token = tl.cast(start + t, tl.int64)
         k = tl.load(tokens.k + token * tokens.k_stride + keys + n, mask=has_n, other=0.0).to(tl.float32)

@@ -19,6 +19,7 @@ from ....kernels.overlap import overlapping
 from ...batches import PAD_SLOT
 from ...replay.operands import sync_lanes
 from ...replay.ring import load_request
+from ...stochastic_rounding import cast_state
 from .staging import (
     SCALARS,
     STAGED,
@@ -94,7 +95,7 @@ def _spread_bf16(pairs, WIDTH: gl.constexpr, SUMS: gl.constexpr):
 
 @gluon.jit
 def _fold_entries(
-    state, pool, staged, ring_pointers, ring, position, end,
+    state, pool, seed, row, column, staged, ring_pointers, ring, position, end,
     HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
     WIDTH: gl.constexpr, SUMS: gl.constexpr, PAIRS: gl.constexpr,
 ):  # fmt: skip
@@ -112,16 +113,16 @@ def _fold_entries(
                 lines = appended(lines, gl.fma(factor, state[index], keys[index] * increments[None, :]))
             state = lines
         if position % RING == 0:
-            state = _cast(state, pool.dtype.element_ty)
+            state = _cast(state, pool.dtype.element_ty, seed, position, row, column)
     return state
 
 
 @gluon.jit
-def _cast(state, DTYPE: gl.constexpr):
-    """Cast a state to DTYPE and back to float32."""
+def _cast(state, DTYPE: gl.constexpr, seed, position, row, column):
+    """Cast a state to DTYPE and back to float32; `row` is that of the first tile."""
     lines = ()
     for index in gl.static_range(len(state)):
-        lines = appended(lines, state[index].to(DTYPE).to(gl.float32))
+        lines = appended(lines, cast_state(state[index], DTYPE, seed, position, row + index, column).to(gl.float32))
     return lines
 
 
@@ -170,7 +171,7 @@ def _finish_token(
 
 @gluon.jit(do_not_specialize=["max_tokens"])
 def _delta_sums_kernel(
-    y, tokens, pool, slot_stride, ring, rows, scalars, inputs, max_tokens,
+    y, tokens, pool, slot_stride, seed, ring, rows, scalars, inputs, max_tokens,
     HEADS: gl.constexpr, HEADS_A_KEY: gl.constexpr, KEY_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
     CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, WIDTH: gl.constexpr, LANES: gl.constexpr,
     OVERLAPS: gl.constexpr,
@@ -195,6 +196,7 @@ def _delta_sums_kernel(
     lane = gl.arange(0, LANES, layout=gl.SliceLayout(1, SUMS))[:, None]
     p = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, SUMS))
     channel = head * VALUE_DIM + part * WIDTH
+    in_states, column = head * KEY_DIM + lane * DEPTH, (part * WIDTH + p)[None, :]
     token = start.to(gl.int64)
     k_stride, q_stride, v_stride = tokens.k_stride // 2, tokens.q_stride // 2, tokens.v_stride // 2
     heads_key = head // HEADS_A_KEY * (KEY_DIM // 2)
@@ -227,7 +229,7 @@ def _delta_sums_kernel(
     stage_factors(staged, scalars, inputs, 0, count, HEADS)
     if first > folded:
         state = _fold_entries(
-            state, pool, staged, ring_pointers, ring, folded, first,
+            state, pool, seed, in_states, column, staged, ring_pointers, ring, folded, first,
             HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS, PAIRS,
         )  # fmt: skip
         for index in gl.static_range(DEPTH):
@@ -269,7 +271,7 @@ def _delta_sums_kernel(
             position = computed + stop
             begin = gl.maximum(first, position - RING)
             state = _fold_entries(
-                state, pool, staged, ring_pointers, ring, begin, position,
+                state, pool, seed, in_states, column, staged, ring_pointers, ring, begin, position,
                 HEADS, CAPACITY, X_CAPACITY, RING, WIDTH, SUMS, PAIRS,
             )  # fmt: skip
             cleared = ()

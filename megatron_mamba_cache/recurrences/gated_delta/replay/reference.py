@@ -7,11 +7,18 @@ from ....kernels.reference import compute_dtype
 from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.reference import advanced, append, fold_and_replay
 from ...replay.ring import ReplayRing
+from ...stochastic_rounding import cast_state_ref
 from ..inputs import EPS, DeltaTokens, GateWeights, write_strengths
 
 
 def delta_replay_ref(
-    tokens: DeltaTokens, gates: GateWeights, pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
+    tokens: DeltaTokens,
+    gates: GateWeights,
+    pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayBatch,
+    ring_len: int,
+    seed: int | None = None,
 ) -> Tensor:
     """Torch reference for `delta_replay`."""
     num_tokens, heads = tokens.v.shape[:2]
@@ -20,7 +27,7 @@ def delta_replay_ref(
         return y[:num_tokens]
     dtype = compute_dtype(tokens.v)
     is_row = rows.slots != PAD_SLOT
-    states = fold_and_replay(pool, ring, rows, ring_len, dtype)
+    states = fold_and_replay(pool, ring, rows, ring_len, dtype, seed)
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     for t in range(rows.max_tokens):
@@ -43,6 +50,7 @@ def delta_replay_ref(
         states = advanced(states, ring, rows.buffers, position, exists)
         out = (states * asked).sum(2)
         is_inexact = (exists & ((position + 1) % ring_len == 0))[:, None, None, None]
-        states = torch.where(is_inexact, states.to(pool.dtype).to(dtype), states)
+        inexact = cast_state_ref(states, pool.dtype, seed, position, after=1)
+        states = torch.where(is_inexact, inexact.to(dtype), states)
         y.index_copy_(0, torch.where(exists, token, num_tokens), out.to(y.dtype))
     return y[:num_tokens]

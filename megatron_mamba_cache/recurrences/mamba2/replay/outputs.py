@@ -29,6 +29,7 @@ from ....kernels.overlap import await_launcher, overlapping, release
 from ...batches import PAD_SLOT, ReplayBatch
 from ...replay.fold import fold_entries
 from ...replay.ring import ReplayRing, check_replay_batch, check_ring, kernel_ring, kernel_rows, load_request
+from ...stochastic_rounding import check_seed
 from ..inputs import SSMTokens, SSMWeights, check_pool, check_tokens, kernel_tokens
 from .coefficients import append_and_weigh
 from .reference import state_replay_ref
@@ -46,6 +47,7 @@ def state_replay(
     ring_len: int,
     *,
     after_conv: bool = False,
+    seed: int | None = None,
 ) -> Tensor:
     """Compute the outputs of each request's tokens and append the tokens to its ring; fold older ring entries if due.
 
@@ -60,6 +62,7 @@ def state_replay(
         ring_len: Number of tokens between two folds; a power of two, at least 4.
         after_conv: True if the previous launch is the `conv_verify` that computes x, B and C. All other inputs are then
             read before `conv_verify` ends.
+        seed: Seed of the layer for stochastic rounding to an fp16 pool; None: round to nearest.
 
     Returns:
         [tokens, heads, head_dim] in the dtype of `x`.
@@ -73,11 +76,12 @@ def state_replay(
     check_tokens(tokens, weights)
     check_pool(tokens, ssm_pool)
     check_replay_batch(rows, ssm_pool.device)
+    check_seed(ssm_pool, seed)
     check_ring(ring, tokens.x, tokens.B, ring_len, rows.max_tokens)
     if not launches_kernel(ssm_pool) or not is_computed_in_fp32(tokens.x, ssm_pool):
-        return state_replay_ref(tokens, weights, ssm_pool, ring, rows, ring_len)
+        return state_replay_ref(tokens, weights, ssm_pool, ring, rows, ring_len, seed)
     tiling = choose_tiling(tokens, ssm_pool, rows.max_tokens)
-    return replay_tiled(tokens, weights, ssm_pool, ring, rows, ring_len, tiling, after_conv=after_conv)
+    return replay_tiled(tokens, weights, ssm_pool, ring, rows, ring_len, tiling, after_conv=after_conv, seed=seed)
 
 
 def replay_tiled(
@@ -90,6 +94,7 @@ def replay_tiled(
     tiling: ReplayTiling,
     *,
     after_conv: bool = False,
+    seed: int | None = None,
 ) -> Tensor:
     """Run `state_replay` with the kernel and sizes of `tiling`; the arguments are not checked."""
     y = torch.empty_like(tokens.x, memory_format=torch.contiguous_format)
@@ -104,6 +109,7 @@ def replay_tiled(
         "tokens": kernel_tokens(tokens),
         "pool": ssm_pool,
         "slot_stride": ssm_pool.stride(0),
+        "seed": seed,
         "ring": kernel_ring(ring),
         "rows": kernel_rows(rows),
         "base_factors": factors.base,
@@ -137,7 +143,7 @@ def _launcher(tiling: ReplayTiling) -> Callable[..., None]:
 
 @triton.jit(do_not_specialize=["max_tokens"])
 def _state_replay_kernel(
-    y, tokens, pool, slot_stride, ring, rows, base_factors, input_factors, max_tokens,
+    y, tokens, pool, slot_stride, seed, ring, rows, base_factors, input_factors, max_tokens,
     HEADS: tl.constexpr, HEADS_A_GROUP: tl.constexpr, D_STATE: tl.constexpr, HEAD_DIM: tl.constexpr,
     CAPACITY: tl.constexpr, X_CAPACITY: tl.constexpr, RING: tl.constexpr, OWN: tl.constexpr, WIDTH: tl.constexpr,
     OVERLAPS: tl.constexpr,
@@ -180,8 +186,9 @@ def _state_replay_kernel(
         ring_b = ring.B + number * ring.B_ring + group * D_STATE + n
         steps = ring.steps + number * ring.steps_ring + head
         state = fold_entries(
-            state, pool, xs, ring_b, steps, ring, folded, first, has_n, has_p, HEADS, CAPACITY, X_CAPACITY, RING
-        )
+            state, pool, seed, head * D_STATE + n[:, None], p[None, :], xs, ring_b, steps, ring, folded, first, has_n,
+            has_p, HEADS, CAPACITY, X_CAPACITY, RING,
+        )  # fmt: skip
         tl.store(states, state.to(pool.dtype.element_ty), mask=is_state)
         tl.debug_barrier()  # the appended x may overwrite entries that other threads still fold
     tl.store(xs[None, :] + ((computed + u) % X_CAPACITY)[:, None] * ring.x_stride, own_x, mask=is_own)

@@ -46,7 +46,7 @@ def _multiply_right(left, right, sums, LEFT: gl.constexpr, RIGHT: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["max_tokens"])
 def _state_mma_kernel(
-    y, tokens, pool, slot_stride, ring, rows, base_factors, input_factors, max_tokens,
+    y, tokens, pool, slot_stride, seed, ring, rows, base_factors, input_factors, max_tokens,
     HEADS: gl.constexpr, HEADS_A_GROUP: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
     PADDED: gl.constexpr, TOKENS: gl.constexpr, PREFETCHES: gl.constexpr, OVERLAPS: gl.constexpr,
@@ -83,6 +83,9 @@ def _state_mma_kernel(
         fold_tile(
             states,
             states,
+            seed,
+            head * D_STATE,
+            part * WIDTH,
             xs,
             ring.B + number * ring.B_ring + group * D_STATE,
             ring.steps + number * ring.steps_ring + head,

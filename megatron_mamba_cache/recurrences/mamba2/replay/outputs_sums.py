@@ -17,6 +17,7 @@ from ...batches import PAD_SLOT
 from ...replay.fold_mma import fold_tile
 from ...replay.operands import sync_lanes
 from ...replay.ring import load_request
+from ...stochastic_rounding import cast_state
 from .tiling import ReplayTiling
 
 _PAD = gl.constexpr(PAD_SLOT)
@@ -37,7 +38,7 @@ def load_entry(x, b, steps, ring, position, end, HEADS: gl.constexpr, CAPACITY: 
 
 @gluon.jit
 def _fold_entries(
-    state, pool, x, b, steps, ring, position, end,
+    state, pool, seed, row, column, x, b, steps, ring, position, end,
     HEADS: gl.constexpr, CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr,
 ):  # fmt: skip
     """Fold ring entries into the float32 `state` [lanes, d_state per lane, width]; see `fold_entries` in `fold`."""
@@ -53,7 +54,7 @@ def _fold_entries(
             increment = keys.to(gl.float32)[:, :, None] * scaled[None, :][:, None, :]
             state = gl.fma(gl.exp(decay), state, increment)
         if until % RING == 0:
-            state = state.to(pool.dtype.element_ty).to(gl.float32)
+            state = cast_state(state, pool.dtype.element_ty, seed, until, row, column).to(gl.float32)
         position = until
     return state
 
@@ -70,7 +71,7 @@ def _load_factors(c, base_factors, input_factors, c_stride, HEADS: gl.constexpr,
 
 @gluon.jit(do_not_specialize=["max_tokens"])
 def _state_sums_kernel(
-    y, tokens, pool, slot_stride, ring, rows, base_factors, input_factors, max_tokens,
+    y, tokens, pool, slot_stride, seed, ring, rows, base_factors, input_factors, max_tokens,
     HEADS: gl.constexpr, HEADS_A_GROUP: gl.constexpr, D_STATE: gl.constexpr, HEAD_DIM: gl.constexpr,
     CAPACITY: gl.constexpr, X_CAPACITY: gl.constexpr, RING: gl.constexpr, OWN: gl.constexpr, WIDTH: gl.constexpr,
     LANES: gl.constexpr, OVERLAPS: gl.constexpr,
@@ -112,6 +113,9 @@ def _state_sums_kernel(
             fold_tile(
                 tile,
                 tile,
+                seed,
+                head * D_STATE,
+                part * WIDTH,
                 xs,
                 b,
                 steps,
@@ -147,7 +151,11 @@ def _state_sums_kernel(
     if not BY_PRODUCTS:  # noqa: SIM102
         if first > folded:
             x = xs + gl.arange(0, WIDTH, layout=COLUMNS)
-            state = _fold_entries(state, pool, x, b + n, steps, ring, folded, first, HEADS, CAPACITY, X_CAPACITY, RING)
+            columns = part * WIDTH + gl.arange(0, WIDTH, layout=COLUMNS)[None, :][:, None, :]
+            state = _fold_entries(
+                state, pool, seed, (head * D_STATE + n)[:, :, None], columns, x, b + n, steps, ring, folded, first,
+                HEADS, CAPACITY, X_CAPACITY, RING,
+            )  # fmt: skip
             gl.store(states, state.to(pool.dtype.element_ty))
             sync_lanes()
 

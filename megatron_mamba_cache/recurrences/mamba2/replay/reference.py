@@ -11,7 +11,13 @@ from ..inputs import SSMTokens, SSMWeights
 
 
 def state_replay_ref(
-    tokens: SSMTokens, weights: SSMWeights, ssm_pool: Tensor, ring: ReplayRing, rows: ReplayBatch, ring_len: int
+    tokens: SSMTokens,
+    weights: SSMWeights,
+    ssm_pool: Tensor,
+    ring: ReplayRing,
+    rows: ReplayBatch,
+    ring_len: int,
+    seed: int | None = None,
 ) -> Tensor:
     """Torch reference for `state_replay`."""
     num_tokens, heads = tokens.x.shape[:2]
@@ -21,7 +27,7 @@ def state_replay_ref(
     dtype = compute_dtype(tokens.x)
     D = weights.D.to(dtype)
     is_row = rows.slots != PAD_SLOT
-    states = fold_and_replay(ssm_pool, ring, rows, ring_len, dtype)
+    states = fold_and_replay(ssm_pool, ring, rows, ring_len, dtype, seed)
 
     starts, ends = rows.cu_tokens[:-1].to(torch.int64), rows.cu_tokens[1:].to(torch.int64)
     each = torch.arange(rows.max_tokens, device=starts.device)
