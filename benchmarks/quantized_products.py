@@ -33,14 +33,24 @@ from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
     choose_tiles,
     hopper_tiles,
 )
+from megatron_mamba_cache.kernels.quantized.one_token_gemm import (
+    OneTokenTiles,
+    multiply_one_quantized_token,
+    one_token_tiles,
+)
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, packed
 
-Tiles = FewTokenTiles | HopperTiles
+Tiles = FewTokenTiles | HopperTiles | OneTokenTiles
 TOKENS = (1, 8, 64)
 COLD_BYTES = 2**28  # of weights that launches read between two uses of the same ones: several times the L2 cache
 TOLERANCE = 0.01
 BLOCK = 128
 BEST_SHOWN = 6
+ONE_TOKEN_TILES = (
+    (4, 256, 1, 2), (4, 256, 2, 2), (4, 256, 3, 2), (2, 256, 2, 2), (2, 512, 2, 4), (4, 512, 1, 4), (4, 512, 2, 4),
+    (8, 256, 1, 4), (8, 256, 2, 4), (4, 128, 2, 1), (2, 128, 3, 1),
+)  # fmt: skip
+"""Rows, pairs of words, iterations ahead and warps."""
 
 SHAPES = {
     "8b-qkv": (6144, 4096),
@@ -100,17 +110,23 @@ class Bench:
         """Return the time of a copy of all bytes that a product moves."""
         return copy_us(self.weights[0].nbytes + 2 * count * (self.rows + self.columns))
 
+    def multiply(self, x: Tensor, weight: QuantizedMatrix, tiles: Tiles | None = None) -> Tensor:
+        """Return the product with a weight; a single token has its own kernel unless tiles are for another one."""
+        if isinstance(tiles, OneTokenTiles) or (tiles is None and len(x) == 1):
+            return multiply_one_quantized_token(x, weight, tiles=tiles)
+        return multiply_few_tokens(x, weight, self.counters, tiles=tiles)
+
     def run(self, x: Tensor, tiles: Tiles | None = None) -> list[Callable[[], Tensor]]:
         """Return the product with each weight."""
         return [
-            lambda weight=weight: multiply_few_tokens(x, weight, self.counters, tiles=tiles)  # type: ignore[misc]
+            lambda weight=weight: self.multiply(x, weight, tiles)  # type: ignore[misc]
             for weight in self.weights
         ]
 
     def error(self, x: Tensor, tiles: Tiles | None = None) -> float:
         """Return the greatest error of the product with the first weight as a share of the mean result."""
         expected = F.linear(x.double(), self.weights[0].dequantized(torch.float64))
-        found = multiply_few_tokens(x, self.weights[0], self.counters, tiles=tiles)
+        found = self.multiply(x, self.weights[0], tiles)
         return float((found.double() - expected).abs().max() / expected.abs().mean())
 
     def measure(self, count: int) -> Figure:
@@ -149,7 +165,10 @@ class Bench:
 
 
 def candidates(weight: QuantizedMatrix, count: int) -> Iterator[Tiles]:
-    """Yield tile sizes of both kernels that are worth a measurement for a number of tokens."""
+    """Yield tile sizes of all kernels that are worth a measurement for a number of tokens."""
+    if count == 1:
+        yield from map(OneTokenTiles, *zip(*ONE_TOKEN_TILES, strict=True))
+        return
     tokens = 16 if count <= 16 else 32 if count <= 32 else 64
     for outputs, programs in product((128, 256), (132, 128, 120, 96)):
         if programs <= ceil(weight.shape[0] / outputs) * ceil(weight.shape[1] / BLOCK):
@@ -160,6 +179,11 @@ def candidates(weight: QuantizedMatrix, count: int) -> Iterator[Tiles]:
         stage_bytes = 128 * (outputs + 2 * tokens)
         if stages * stage_bytes <= 200 * 1024:
             yield FewTokenTiles(tokens, outputs, 64, parts, warps, stages, boxes, lines)
+
+
+def chosen_tiles(weight: QuantizedMatrix, count: int) -> Tiles:
+    """Return the tiles of the kernel that multiplies a number of tokens."""
+    return one_token_tiles(weight) if count == 1 else choose_tiles(weight, count)
 
 
 def sweep(bench: Bench, count: int) -> list[tuple[float, Tiles]]:
@@ -213,7 +237,7 @@ def main() -> None:
             best = sweep(bench, count)
             swept += [{"shape": name, "form": form, "tokens": count, "us": us} | asdict(tiles) for us, tiles in best]
             floor = bench.floor_us(count)
-            print(f"{name}, {form}, {count} tokens; chosen: {choose_tiles(bench.weights[0], count)}")
+            print(f"{name}, {form}, {count} tokens; chosen: {chosen_tiles(bench.weights[0], count)}")
             for us, tiles in best[:BEST_SHOWN]:
                 print(f"  {us:6.1f} µs, {floor / us:.2f}: {tiles}", flush=True)
         del bench

@@ -11,7 +11,6 @@ from typing_extensions import override
 from ..kernels.activations import Activation, gated_silu
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.kernel_launches import wants_gradient
-from ..kernels.one_token import can_multiply_one_token, multiply_one_token
 from .linear import OneTokenColumnLinear
 
 
@@ -23,10 +22,9 @@ class FeedForward(MLP):
     @override
     def forward(self, hidden_states: Tensor, per_token_scale: Any = None, **settings: Any) -> Any:
         """Run the layer on hidden_states [..., hidden]; see Megatron's class."""
-        first = self.linear_fc1.weight
         activation = self._activation(hidden_states) if per_token_scale is None else "none"
-        if activation != "none" and can_multiply_one_token(hidden_states, first, activation):
-            return self.linear_fc2(multiply_one_token(hidden_states, first, activation))
+        if activation != "none" and self.linear_fc1.can_activate(hidden_states, activation):
+            return self.linear_fc2(self.linear_fc1.activated(hidden_states, activation))
         if activation == "gated_silu":
             products, _ = self.linear_fc1(hidden_states)
             return self.linear_fc2(gated_silu(products))

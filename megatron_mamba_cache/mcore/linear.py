@@ -11,10 +11,12 @@ from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinea
 from torch import Tensor, nn
 from typing_extensions import override
 
+from ..kernels.activations import Activation
 from ..kernels.kernel_launches import wants_gradient
 from ..kernels.one_token import can_multiply_one_token, multiply_one_token
 from ..kernels.quantized.activations import ActivationScheme
 from ..kernels.quantized.few_token_gemm import num_counters
+from ..kernels.quantized.one_token_gemm import can_multiply_one_quantized_token, multiply_one_quantized_token
 from ..kernels.quantized.product import QuantizedPrompts, multiply_quantized
 from ..kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
 
@@ -111,6 +113,21 @@ class QuantizableLinear:
         matrix = self.quantized
         assert matrix is not None
         return multiply_quantized(x, matrix, self.counters, self.plain_weight, self._prompts(matrix))
+
+    def can_activate(self, x: Tensor, activation: Activation) -> bool:
+        """Return True if `activated` supports x [..., inputs]: one token, whose activations are not quantized."""
+        matrix = self.quantized
+        if matrix is None:
+            return can_multiply_one_token(x, self.weight, activation)
+        is_prompt = self.prompt_tokens is not None and self.prompt_tokens.first == 0
+        return self.plain_weight is None and not is_prompt and can_multiply_one_quantized_token(x, matrix, activation)
+
+    def activated(self, x: Tensor, activation: Activation) -> Tensor:
+        """Return activation(x @ W.T) [..., outputs] for one token, computed by one kernel."""
+        matrix = self.quantized
+        if matrix is None:
+            return multiply_one_token(x, self.weight, activation)
+        return multiply_one_quantized_token(x, matrix, activation)
 
     def _prompts(self, matrix: QuantizedMatrix) -> QuantizedPrompts | None:
         first = None if self.prompt_tokens is None else self.prompt_tokens.first

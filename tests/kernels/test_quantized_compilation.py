@@ -13,11 +13,18 @@ import triton
 from megatron_mamba_cache.kernels.experts import quantized_experts
 from megatron_mamba_cache.kernels.experts.quantized_experts import quantized_grouped_gemm
 from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
-from megatron_mamba_cache.kernels.quantized import activations, few_token_gemm, few_token_hopper, prompt_gemm
+from megatron_mamba_cache.kernels.quantized import (
+    activations,
+    few_token_gemm,
+    few_token_hopper,
+    one_token_gemm,
+    prompt_gemm,
+)
 from megatron_mamba_cache.kernels.quantized.activations import ActivationScheme, quantize_activations
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
 from megatron_mamba_cache.kernels.quantized.few_token_hopper import multiply_on_hopper
 from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_tiles, hopper_tiles
+from megatron_mamba_cache.kernels.quantized.one_token_gemm import multiply_one_quantized_token
 from megatron_mamba_cache.kernels.quantized.prompt_gemm import multiply_prompt_tokens
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
@@ -65,6 +72,26 @@ def test_few_tokens_compile_once_a_range_and_read_codes_in_wide_copies(
         tiles = choose_tiles(matrix, count)
         bytes_of_thread = 2 * tiles.outputs * tiles.words // (32 * tiles.num_warps)
         assert widths.count("0x10") >= bytes_of_thread // 16 * tiles.num_stages  # one tile in flight a stage
+
+
+@pytest.mark.parametrize("activation", ["none", "gated_silu"])
+@pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
+def test_one_token_reads_codes_in_wide_loads_before_it_waits(
+    form: str,
+    activation: str,
+    compile_for_hopper: Compile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = compile_for_hopper(one_token_gemm, "_one_quantized_token_kernel")
+    monkeypatch.setattr(one_token_gemm, "overlapping", lambda device: {"OVERLAPS": True, "launch_pdl": True})
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    multiply_one_quantized_token(torch.empty(1, 5120, dtype=torch.bfloat16), weight(form, 512, 5120), activation)
+    assert spilled_bytes(kernel.cubins[0], tmp_path) == 0
+    before, _, after = kernel.ptx[0].partition("griddepcontrol.wait")
+    widths = re.findall(r"ld\.global\.(?:\w+::\w+\.)*(v\d\.)?b", before)
+    assert widths.count("v4.") == 8 and not re.search(r"\b(?:st|atom|red)\.", before)
+    assert "cvt.rn.f16x2.e4m3x2" in after
 
 
 FEW_BYTES_OF_RESULTS = 48

@@ -62,7 +62,6 @@ def test_single_token_step_uses_the_fused_gemm(
     with torch.inference_mode():
         expected = layer(x)
         monkeypatch.setattr(one_token, "launches_kernel", lambda x: True)
-        monkeypatch.setattr(feed_forward, "multiply_one_token", multiply)
         monkeypatch.setattr(linear, "multiply_one_token", multiply)
         found = layer(x)
     assert calls == ([fused_activation(layer.config), "none"] if num_tokens == 1 else [])

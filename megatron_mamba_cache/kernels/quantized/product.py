@@ -13,6 +13,7 @@ from ..kernel_launches import launches_kernel
 from .activations import ActivationScheme, quantize_activations
 from .dequantize import dequantize
 from .few_token_gemm import can_multiply_few_tokens, multiply_few_tokens, multiply_ref
+from .one_token_gemm import can_multiply_one_quantized_token, multiply_one_quantized_token
 from .prompt_gemm import multiply_prompt_tokens
 from .quantized_matrix import QuantizedMatrix
 
@@ -37,6 +38,8 @@ def multiply_quantized(
 ) -> Tensor:
     """Return x @ W.T: few tokens from the codes, many from weights that are dequantized a slab at a time.
 
+    A single token has its own kernel, as with weights that are not quantized.
+
     Args:
         x: [..., inputs].
         weight: [outputs, inputs].
@@ -53,14 +56,21 @@ def multiply_quantized(
     tokens, rows = x.flatten(0, -2), weight.shape[0]
     out = tokens.new_empty(len(tokens), rows + (0 if plain_weight is None else len(plain_weight)))
     first = len(tokens) if prompts is None else prompts.first
-    if first > 0:
+    if first == 1 and can_multiply_one_quantized_token(tokens[:1], weight):
+        multiply_one_quantized_token(tokens[:1], weight, plain_weight=plain_weight, out=out[:1])
+    elif first > 0:
         _multiply_exactly(tokens[:first], weight, counters, out[:first, :rows])
+        _multiply_plain(tokens[:first], plain_weight, out[:first, rows:])
     if prompts is not None and first < len(tokens):
         quantized = quantize_activations(tokens[first:], prompts.scheme)
         multiply_prompt_tokens(quantized, weight, out=out[first:, :rows])
-    if plain_weight is not None:
-        torch.mm(tokens, plain_weight.t(), out=out[:, rows:])
+        _multiply_plain(tokens[first:], plain_weight, out[first:, rows:])
     return out.view(*x.shape[:-1], -1)
+
+
+def _multiply_plain(tokens: Tensor, weight: Tensor | None, out: Tensor) -> None:
+    if weight is not None:
+        torch.mm(tokens, weight.t(), out=out)
 
 
 def _multiply_exactly(tokens: Tensor, weight: QuantizedMatrix, counters: Tensor, out: Tensor) -> None:
