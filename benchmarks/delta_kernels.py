@@ -36,7 +36,7 @@ from megatron_mamba_cache.recurrences.batches import PAD_SLOT, DecodeBatch, Pref
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens, GateWeights, write_strengths
 from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import delta_replay
 from megatron_mamba_cache.recurrences.gated_delta.replay.tiling import SUMS, ReplayTiling
-from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
+from megatron_mamba_cache.recurrences.gated_delta.scan import carry_states, delta_scan, solve
 from megatron_mamba_cache.recurrences.gated_delta.scan_portable import ScanTiling, scan_portably
 from megatron_mamba_cache.recurrences.gated_delta.tile_systems import solve_tiles
 from megatron_mamba_cache.recurrences.gated_delta.verify import VerifyTiling, delta_verify
@@ -46,7 +46,7 @@ from megatron_mamba_cache.step.prefill_metadata import plan_chunks
 GRAIN = 64
 DIM = 128
 LAYERS = {"Qwen3-Next": (16, 32), "Qwen3.6-27B": (16, 48)}
-MIXED = tuple(random.Random(0).randint(200, 4000) for _ in range(16))
+MIXED = tuple(map(random.Random(0).randint, (200,) * 16, (4000,) * 16))
 PROMPTS = {
     "1 x 512": (512,),
     "1 x 4k": (4096,),
@@ -150,11 +150,11 @@ def prompt_launches(tokens: DeltaTokens, gates: GateWeights, pool: Tensor, rows:
     """Return the launches of our scan and of each of its kernels, by name."""
     shape = tile_shape(GRAIN, tokens.q.dtype)
     assert shape is not None
-    tiles = solve_tiles(tokens, gates, rows, shape)
+    tiles = solve(tokens, gates, rows, shape)
     return {
         "ours": lambda: delta_scan(tokens, gates, pool, rows, GRAIN),
-        "systems": lambda: solve_tiles(tokens, gates, rows, shape),
-        "scan": lambda: scan_portably(tokens, pool, rows, tiles),
+        "systems": lambda: solve(tokens, gates, rows, shape),
+        "scan": lambda: carry_states(tokens, pool, rows, tiles),
     }
 
 

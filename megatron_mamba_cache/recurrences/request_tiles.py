@@ -21,6 +21,7 @@ from .batches import PrefillBatch
 TILE_LEN = 64
 LEAST_WIDTH = 16
 """Minimum number of rows in a tensor-core matmul."""
+_ALIGNMENT = 16  # alignment in bytes that TMA requires
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,11 @@ def tile_shape(chunk_size: int, dtype: torch.dtype) -> TileShape | None:
     if chunk_size <= TILE_LEN:
         return TileShape(chunk_size, max(LEAST_WIDTH, triton.next_power_of_2(chunk_size)), 1)
     return None
+
+
+def is_aligned(packed: Tensor) -> bool:
+    """Return True if TMA can copy tiles of packed tokens: their addresses are multiples of 16 bytes."""
+    return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0
 
 
 @triton.jit

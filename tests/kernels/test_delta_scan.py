@@ -1,6 +1,6 @@
 """The scan for the gated delta rule matches the recurrence in any batch, and resumed results are bitwise equal."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, launches_kernel
 from megatron_mamba_cache.recurrences.batches import PAD_SLOT, PrefillBatch
+from megatron_mamba_cache.recurrences.gated_delta import scan as scan_module
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable
 from megatron_mamba_cache.recurrences.gated_delta.inputs import DeltaTokens
 from megatron_mamba_cache.recurrences.gated_delta.recurrence import GatedDelta
@@ -144,11 +145,28 @@ def test_float32_delta_scan_stays_accurate_over_4096_tokens(length: int, device:
 
 
 @compiled_only
-def test_bf16_delta_scan_error_is_within_rounding(device: str) -> None:
+@pytest.mark.parametrize("is_portable", [False, True])
+@pytest.mark.parametrize("shape", [QWEN, DeltaShape(1, 3, 64, 192), DeltaShape(2, 8, 128, 64)])
+def test_bf16_delta_scan_error_is_within_rounding(
+    shape: DeltaShape, is_portable: bool, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_portable:
+        monkeypatch.setattr(scan_module, "_runs_gluon", lambda device: False)
     torch.manual_seed(7)
     specs = scan_specs(64)
-    steps = random_steps(num_tokens(specs) + 3, device, QWEN, dtype=torch.bfloat16)
+    steps = random_steps(num_tokens(specs) + 3, device, shape, dtype=torch.bfloat16)
     check_against_recurrence(specs, 64, steps, tile_of(64, torch.bfloat16), 8e-3)
+
+
+@compiled_only
+def test_bf16_delta_scan_is_accurate_when_keys_are_equal_or_decays_strong(device: str) -> None:
+    torch.manual_seed(5)
+    steps = random_steps(200, device, QWEN, dtype=torch.bfloat16)
+    steps.tokens.k[:70].copy_(steps.tokens.k[:1].clone())
+    steps.tokens.b[:70] = 20
+    steps.tokens.a[:70] = -20
+    steps.tokens.a[80::9] += 80
+    check_against_recurrence([RowSpec(200, final=0)], 64, steps, tile_of(64, torch.bfloat16), 1e-2)
 
 
 FORMS = [
@@ -191,11 +209,16 @@ def test_delta_scan_is_bit_equal_with_wide_and_narrow_tiles(device: str) -> None
     shape, grain, tile = DeltaShape(16, 32, 128, 128), 64, tile_of(64, torch.bfloat16)
     steps = random_steps(300, device, shape, dtype=torch.bfloat16)
     tilings, results = set(), []
+    choose_tiling: Callable[[DeltaTokens, int], object] = scan_portable.choose_tiling
+    if scan_module._fits_hopper(steps.tokens, tile):
+        from megatron_mamba_cache.recurrences.gated_delta import scan_hopper
+
+        choose_tiling = scan_hopper.choose_tiling
     for neighbours in ([], [70, 128]):
         specs = [RowSpec(300, final=0, boundaries={64: 1, 192: 2}), *(RowSpec(n) for n in neighbours)]
         others = [random_steps(n, device, shape, dtype=torch.bfloat16) for n in neighbours]
         packed, pool = steps.joined_with([], others), make_pool(shape, torch.float32, device)
-        tilings.add(scan_portable.choose_tiling(packed.tokens, len(specs)))
+        tilings.add(choose_tiling(packed.tokens, len(specs)))
         results.append((scan(packed, pool, pack_rows(specs, grain, device), tile)[:300], pool[:3]))
     assert len(tilings) == 2
     assert all(same_bits(alone, together) for alone, together in zip(*results, strict=True))

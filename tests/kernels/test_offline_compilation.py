@@ -32,10 +32,13 @@ from megatron_mamba_cache.recurrences.conv import verify as conv_verify_module
 from megatron_mamba_cache.recurrences.conv.conv import causal_conv
 from megatron_mamba_cache.recurrences.conv.verify import conv_verify
 from megatron_mamba_cache.recurrences.draft_inputs import DraftInputs
+from megatron_mamba_cache.recurrences.gated_delta import scan_hopper as delta_scan_hopper
 from megatron_mamba_cache.recurrences.gated_delta import scan_portable as delta_scan_portable
-from megatron_mamba_cache.recurrences.gated_delta import tile_systems
+from megatron_mamba_cache.recurrences.gated_delta import tile_systems, tile_systems_hopper
 from megatron_mamba_cache.recurrences.gated_delta import verify as delta_verify_module
 from megatron_mamba_cache.recurrences.gated_delta.scan import scan_tiles as scan_delta_tiles
+from megatron_mamba_cache.recurrences.gated_delta.scan_hopper import scan_on_hopper
+from megatron_mamba_cache.recurrences.gated_delta.tile_systems_hopper import solve_tiles_on_hopper
 from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
 from megatron_mamba_cache.recurrences.mamba2 import scan as scan_module
 from megatron_mamba_cache.recurrences.mamba2 import scan_hopper, scan_portable
@@ -470,6 +473,27 @@ def test_delta_rule_kernels_compile_once_for_any_batch(compile_for_hopper: Compi
         rows = pack_verify([VerifySpec(length, (0,) * length)] * num_rows, "cpu", num_spare=num_spare)
         delta_verify(steps.tokens, steps.gates, pool, rows)
     assert [len(kernel.compiled) for kernel in kernels] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("value_heads", "pool_dtype"), [(32, torch.float32), (48, torch.bfloat16)])
+@pytest.mark.parametrize("parts", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_delta_scan_on_hopper_overlaps_its_matmuls(
+    value_heads: int, pool_dtype: torch.dtype, parts: int, compile_for_hopper: Compile
+) -> None:
+    systems = compile_for_hopper(tile_systems_hopper, "_systems_kernel")
+    scan = compile_for_hopper(delta_scan_hopper, "_scan_kernel")
+    shape = replace(SHAPE_QWEN, value_heads=value_heads)
+    steps = delta_steps.random_steps(200, "cpu", shape, dtype=torch.bfloat16)
+    pool, rows = torch.empty(2, *shape.state, dtype=pool_dtype), pack_rows([RowSpec(200, final=0)], 64, "cpu")
+    tiles = tile_shape(64, torch.bfloat16)
+    assert tiles is not None
+    solved = solve_tiles_on_hopper(steps.tokens, steps.gates, rows, tiles)
+    tiling = delta_scan_hopper.NARROW if parts == 1 else delta_scan_hopper.WIDE
+    for quantized in (None, patterned(3, shape.state, "cpu")):
+        scan_on_hopper(steps.tokens, pool, rows, solved, quantized, tiling)
+    assert all("wgmma.mma_async" in ptx for ptx in systems.ptx + scan.ptx)
+    assert "setmaxnreg" in scan.ptx[0] and "cp.async.bulk.tensor" in scan.ptx[0]
+    assert max(systems.shared_bytes + scan.shared_bytes) <= HOPPER_SHARED_BYTES
 
 
 @pytest.mark.parametrize(

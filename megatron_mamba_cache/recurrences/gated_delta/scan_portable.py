@@ -16,13 +16,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ...kernels.kernel_launches import num_multiprocessors
 from ..batches import PrefillBatch
 from ..quantized_states import QuantizedStates, quantized_pointers
-from ..request_tiles import LEAST_WIDTH, tiled_view
+from ..request_tiles import LEAST_WIDTH, is_aligned, tiled_view
 from ..stochastic_rounding import ScanRounding
 from .inputs import DeltaTokens
 from .tile_systems import TileSystems
 from .tile_updates import advance_tile, end_tile, store_state
-
-_ALIGNMENT = 16  # alignment in bytes that TMA requires
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,6 +225,7 @@ def scan_portably(
     num_rows = rows.longest_first.shape[0]
     tiling = tiling or choose_tiling(tokens, num_rows)
     q, k, v, y = (t.flatten(1) for t in (tokens.q, tokens.k, tokens.v, tiles.y))
+    assert tiles.scores is not None
     solved, scores = (t.flatten(0, 2) for t in (tiles.solved, tiles.scores))
     packed = _Packed(q, k, v, y, solved, scores, q.stride(0), k.stride(0), v.stride(0))
     num_parts = triton.cdiv(value_dim, tiling.channels)
@@ -251,7 +250,7 @@ def scan_portably(
         WIDTH=shape.width,
         PER_CHUNK=shape.per_chunk,
         PRECISION="ieee" if tokens.q.dtype == torch.float32 else "tf32",
-        NUM_STAGES=tiling.num_stages if _is_aligned(tokens.q) else 1,
+        NUM_STAGES=tiling.num_stages if is_aligned(tokens.q) else 1,
         num_warps=tiling.num_warps,
         enable_fp_fusion=True,
     )
@@ -268,7 +267,7 @@ def _described(
         and key_dim >= LEAST_WIDTH
         and key_dim & (key_dim - 1) == 0
         and value_dim % tiling.channels == 0
-        and all(_is_aligned(each) for each in (tokens.q, tokens.k, tokens.v))
+        and all(is_aligned(each) for each in (tokens.q, tokens.k, tokens.v))
     )
     blocks = {
         "q_tiles": (packed.q, key_dim),
@@ -282,7 +281,3 @@ def _described(
         name: TensorDescriptor.from_tensor(tensor, [width, channels]) if has_whole_tiles else None
         for name, (tensor, channels) in blocks.items()
     }
-
-
-def _is_aligned(packed: Tensor) -> bool:
-    return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0

@@ -15,7 +15,7 @@ Grid: one program per tile number and value head. Safe in CUDA graphs: no host s
 number of chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -40,7 +40,8 @@ class TileSystems:
     """State-independent terms for the tiles of a batch, and the output buffer.
 
     Args:
-        solved, scores: [heads, tiles, width, width] in the tokens' dtype; defined at the top of the module.
+        solved, scores: [heads, tiles, width, width] in the tokens' dtype; defined at the top of the module. On Hopper
+            GPUs, the scan computes the scores, and there are more factors; see `tile_systems_hopper`.
         factors: [heads, tiles, 4, width] float32. For each token: exp(G) / |k|; beta; exp(G) / (|q| sqrt(key_dim)); and
             the decay from the token to the end of the tile, divided by |k|.
         kept: [heads, tiles] float32; decay of the state over the whole tile.
@@ -50,7 +51,7 @@ class TileSystems:
 
     shape: TileShape
     solved: Tensor
-    scores: Tensor
+    scores: Tensor | None
     factors: Tensor
     kept: Tensor
     slots: Tensor
@@ -59,11 +60,18 @@ class TileSystems:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of all tensors except `y`."""
-        return sum(tensor.nbytes for tensor in (self.solved, self.scores, self.factors, self.kept, self.slots))
+        tensors = (self.solved, self.scores, self.factors, self.kept, self.slots)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @staticmethod
     def empty(tokens: DeltaTokens, shape: TileShape, num_tiles: int) -> "TileSystems":
         """Allocate the tensors for `num_tiles` tiles without initializing them."""
+        systems = TileSystems.without_scores(tokens, shape, num_tiles, NUM_FACTORS)
+        return replace(systems, scores=torch.empty_like(systems.solved))
+
+    @staticmethod
+    def without_scores(tokens: DeltaTokens, shape: TileShape, num_tiles: int, num_factors: int) -> "TileSystems":
+        """Allocate all tensors except the scores, with this number of factors per token."""
         num_heads = tokens.v.shape[1]
 
         def empty(*sizes: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -72,8 +80,8 @@ class TileSystems:
         return TileSystems(
             shape,
             solved=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
-            scores=empty(num_heads, num_tiles, shape.width, shape.width, dtype=tokens.q.dtype),
-            factors=empty(num_heads, num_tiles, NUM_FACTORS, shape.width),
+            scores=None,
+            factors=empty(num_heads, num_tiles, num_factors, shape.width),
             kept=empty(num_heads, num_tiles),
             slots=empty(num_tiles, dtype=torch.int32),
             y=empty(*tokens.v.shape, dtype=tokens.v.dtype),

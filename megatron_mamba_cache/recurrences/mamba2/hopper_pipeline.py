@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from ...kernels.gluon_common import load_tile, store_tile
-from ..quantized_states import LEAST, MOST_FP8, MOST_INT8
 from ..stochastic_rounding import cast_scanned
+from ..hopper_tiles import clear_outside
 
 
 @aggregate
@@ -61,25 +61,6 @@ class PackedTiles:
         self.B = B
         self.C = C
         self.decays = decays
-
-
-@aggregate
-class Span:
-    """Tiles of one request: packed token range [low, high), start and number of the first tile, number of tiles."""
-
-    low: gl.tensor
-    high: gl.tensor
-    begin: gl.tensor
-    first: gl.tensor
-    count: gl.tensor
-
-    @gluon.constexpr_function
-    def __init__(self, low, high, begin, first, count):
-        self.low = low
-        self.high = high
-        self.begin = begin
-        self.first = first
-        self.count = count
 
 
 @aggregate
@@ -132,19 +113,6 @@ def allocate_pipeline(tiles, sizes):
 
 
 @gluon.jit
-def find_span(rows, row, LENGTH: gl.constexpr, PER_CHUNK: gl.constexpr):
-    """Return the tiles of a request; see `request_tiles`."""
-    low = gl.load(rows.cu_seqlens + row)
-    high = gl.load(rows.cu_seqlens + row + 1)
-    first_chunk = gl.load(rows.cu_request_chunks + row)
-    num_chunks = gl.load(rows.cu_request_chunks + row + 1) - first_chunk
-    first_end = gl.load(rows.cu_chunks + first_chunk + 1, mask=num_chunks > 0, other=0)
-    in_first = (first_end - low + LENGTH - 1) // LENGTH
-    begin = gl.where(num_chunks > 1, first_end - in_first * LENGTH, low)
-    return Span(low, high, begin, (first_chunk + 1) * PER_CHUNK - in_first, (high - begin + LENGTH - 1) // LENGTH)
-
-
-@gluon.jit
 def fill(tiles, pipeline, span, head, channel, num_tiles, sizes):
     """Load the tiles of a request into free stages, in order; runs on one warp."""
     clear_phase = 0
@@ -161,9 +129,9 @@ def fill(tiles, pipeline, span, head, channel, num_tiles, sizes):
             )
             mbarrier.wait(pipeline.clearing, clear_phase)
             clear_phase ^= 1
-            _clear_outside(pipeline.B.index(stage), token, span.low, span.high)
+            clear_outside(pipeline.B.index(stage), token, span.low, span.high)
             for part in gl.static_range(sizes.TOGETHER):
-                _clear_outside(pipeline.x.index(stage * sizes.TOGETHER + part), token, span.low, span.high)
+                clear_outside(pipeline.x.index(stage * sizes.TOGETHER + part), token, span.low, span.high)
             fence_async_shared()
             mbarrier.arrive(full, count=1)
 
@@ -184,19 +152,6 @@ def _copy_tile(tiles, pipeline, stage, barrier, token, tile, head, channel, num_
         vector = ((head + part) * num_tiles + tile) * 2
         load_tile(tiles.decays, [vector, 0], barrier, pipeline.decays.index(2 * index))
         load_tile(tiles.decays, [vector + 1, 0], barrier, pipeline.decays.index(2 * index + 1))
-
-
-@gluon.jit
-def _clear_outside(tile, begin, low, high):
-    """Set the tokens outside [low, high) to zero, eight at a time because one warp has few registers."""
-    WIDTH: gl.constexpr = tile.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [1, 1], [1, 0])
-    for eight in gl.static_range(tile.shape[0] // 8):
-        token = begin + eight * 8 + gl.arange(0, 8, layout=gl.SliceLayout(1, layout))
-        inside = (token >= low) & (token < high)
-        part = tile.slice(eight * 8, 8, 0)
-        values = part.load(layout)
-        part.store(gl.where(inside[:, None], values, gl.zeros_like(values)))
 
 
 @aggregate
@@ -279,22 +234,3 @@ def put_state(results, scratch, state, kept, slot, rounding, position, row, colu
         fence_async_shared()
     first_row = slot * (results.slot_stride // sizes.HEAD_DIM) + head * sizes.D_STATE
     store_tile(results.pool_states, [first_row, channel], scratch.leaving)
-
-
-@gluon.jit
-def put_quantized(pointers, state, slot, head, channel, sizes):
-    """Quantize the state after a tile and store it in a slot, as `store_quantized` does in Triton."""
-    OUT: gl.constexpr = state.type.layout
-    IS_INT8: gl.constexpr = pointers.stored.dtype.element_ty == gl.int8
-    MOST: gl.constexpr = MOST_INT8 if IS_INT8 else MOST_FP8
-    scale = gl.div_rn(gl.max(gl.abs(state), axis=0), MOST)
-    scale = gl.where(scale < LEAST, 0.0, scale)
-    values = gl.div_rn(state, gl.where(scale == 0.0, 1.0, scale)[None, :])
-    if IS_INT8:
-        values = gl.floor(values + 0.5)
-    dim = gl.arange(0, sizes.D_STATE, layout=gl.SliceLayout(1, OUT))
-    lane = channel + gl.arange(0, sizes.CHANNELS, layout=gl.SliceLayout(0, OUT))
-    scales = pointers.scales + slot.to(gl.int64) * pointers.scales_slot + head * sizes.HEAD_DIM
-    gl.store(scales + lane, scale)
-    stored = pointers.stored + slot.to(gl.int64) * pointers.stored_slot + head * (sizes.D_STATE * sizes.HEAD_DIM)
-    gl.store(stored + dim[:, None] * sizes.HEAD_DIM + lane[None, :], values.to(pointers.stored.dtype.element_ty))

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...kernels.kernel_launches import has_tested_gluon, is_hopper, launches_kernel, num_multiprocessors
 from ..batches import PrefillBatch, check_prefill_batch
 from ..quantized_states import QuantizedStates, quantized_pointers
-from ..request_tiles import TILE_LEN, TileShape, tile_shape, tiled_view
+from ..request_tiles import TILE_LEN, TileShape, is_aligned, tile_shape, tiled_view
 from ..stochastic_rounding import ScanRounding, scan_rounding
 from .inputs import SSMTokens, SSMWeights, check_pool, check_tokens
 from .reference import ssd_scan_ref
@@ -23,7 +23,6 @@ from .tiles import HopperTiling, ScanTiles, cut_tiles, head_slices
 
 _DTYPES = (torch.bfloat16, torch.float32)
 _POOL_DTYPES = (*_DTYPES, torch.float16)
-_ALIGNMENT = 16  # alignment in bytes that TMA requires
 _MAX_STATE = 128 * 128  # maximum number of elements of a head's state, limited by shared memory
 _CHANNELS = 64  # number of channels per group of four warps
 
@@ -177,7 +176,7 @@ def _fits_kernels(tokens: SSMTokens, ssm_pool: Tensor) -> bool:
         and prod(_dims(tokens)) <= _MAX_STATE
         and tokens.x.dtype in _DTYPES
         and ssm_pool.dtype in _POOL_DTYPES
-        and all(_is_aligned(packed) for packed in (tokens.x, tokens.B, tokens.C))
+        and all(is_aligned(packed) for packed in (tokens.x, tokens.B, tokens.C))
     )
 
 
@@ -188,7 +187,7 @@ def _fits_hopper(tokens: SSMTokens, ssm_pool: Tensor, shape: TileShape) -> bool:
         and shape.length == TILE_LEN
         and all(64 <= dim <= 128 for dim in _dims(tokens))
         and ssm_pool.stride(0) % ssm_pool.shape[-1] == 0
-        and ssm_pool.data_ptr() % _ALIGNMENT == 0
+        and is_aligned(ssm_pool)
         and _runs_gluon(tokens.x.device)
     )
 
@@ -200,7 +199,3 @@ def _runs_gluon(device: torch.device) -> bool:
 
 def _dims(tokens: SSMTokens) -> tuple[int, int]:
     return tokens.x.shape[2], tokens.B.shape[2]
-
-
-def _is_aligned(packed: Tensor) -> bool:
-    return (packed.stride(0) * packed.element_size()) % _ALIGNMENT == 0 and packed.data_ptr() % _ALIGNMENT == 0

@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..hopper_tiles import find_span, put_quantized
 from ..request_tiles import TILE_LEN
 from ..stochastic_rounding import cast_scanned, round_boundary
 from .hopper_pipeline import (
@@ -31,9 +32,7 @@ from .hopper_pipeline import (
     allocate_pipeline,
     await_scratch,
     fill,
-    find_span,
     put_outputs,
-    put_quantized,
     put_state,
 )
 from .inputs import SSMTokens
@@ -122,7 +121,7 @@ def _scan_head(
                 put_state(results, scratch, state, kept, slot, rounding, end, in_states, column, head, channel, sizes)
             kept = slot
         elif slot >= 0:
-            put_quantized(quantized, state, slot, head, channel, sizes)
+            put_quantized(quantized, state, slot, head, channel, sizes.HEAD_DIM)
         total = next_total
         scores = warpgroup_mma_wait(0, deps=[begun])
     tma.store_wait(0)
