@@ -121,7 +121,7 @@ def allocate_pipeline(tiles, sizes):
         gl.allocate_shared_memory(gl.bfloat16, [sizes.STAGES, L, L], tiles.solved.layout),
         boxes,
         reinterpret(boxes, gl.float32, [sizes.STAGES * _FACTORS, L], PLAIN),
-        gl.allocate_shared_memory(gl.bfloat16, [sizes.STAGES, L, L], tiles.solved.layout),
+        gl.allocate_shared_memory(gl.float16, [sizes.STAGES, L, L], tiles.solved.layout),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout()),
@@ -193,7 +193,7 @@ def score(pipeline, span, sizes):
         source = pipeline.factors.index(stage * _FACTORS + SOURCE).load(SOURCES)
         weights = gl.where(is_earlier, gl.exp2(target[:, None] + source[None, :]), 0.0)
         scores = warpgroup_mma_wait(0, deps=[scores])
-        pipeline.scores.index(stage).store((scores * weights).to(gl.bfloat16))
+        pipeline.scores.index(stage).store((scores * weights).to(gl.float16))
         fence_async_shared()
         mbarrier.arrive(pipeline.scored.index(stage), count=1)
 

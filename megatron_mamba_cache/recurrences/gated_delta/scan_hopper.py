@@ -3,6 +3,9 @@
 A program scans 64 channels of one head of a request on four warps, or 128 channels on two groups of four warps. Each
 group keeps its channels of the state in registers, transposed and in float32, as `scan_portable` does. Other warps fill
 the pipeline; see `hopper_pipeline`. Matmuls are asynchronous: outputs are computed while the state's next tile begins.
+
+Outputs are sums of the values that a tile writes, which cancel if its keys are alike: the rounding errors of bf16 would
+add up. So this matmul uses fp16, which is more accurate; written values must not exceed its largest number, 65504.
 """
 
 from dataclasses import dataclass
@@ -133,10 +136,10 @@ def _carry(
         weighted = gl.convert_layout((written * left[None, :]).to(gl.bfloat16), OF_STATE)
         state = warpgroup_mma(weighted, pipeline.k.index(stage), state, is_async=True)
         asked = warpgroup_mma_wait(1, deps=[asked])
-        in_bf16 = gl.convert_layout(written.to(gl.bfloat16), OPERAND)
+        in_fp16 = gl.convert_layout(written.to(gl.float16), OPERAND)
         read = pipeline.factors.index(first_factor + READ).load(TOKENS)
         scores = pipeline.scores.index(stage).permute((1, 0))
-        y = warpgroup_mma(in_bf16, scores, asked * read[None, :], is_async=True)
+        y = warpgroup_mma(in_fp16, scores, asked * read[None, :], is_async=True)
         state = warpgroup_mma_wait(1, deps=[state])
         operand = gl.convert_layout(state.to(gl.bfloat16), OPERAND)
         k = pipeline.k.index(next_stage).permute((1, 0))
