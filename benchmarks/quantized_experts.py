@@ -5,7 +5,8 @@
 Each time is the median of a product inside a CUDA graph of many, whose tokens differ, so that their experts are not in
 the L2 cache. Weights and tokens are random, and all experts are equally likely. The floor is the bytes of codes and
 scales of the experts that are hit, at the rate of a plain copy measured in the same run; fractions are floor / time.
-"layer" is from the choice of experts to the weighted sum. The peer is the same layer with bf16 weights.
+"layer" is from the choice of experts to the weighted sum. For a few tokens with FP8, the second product is also summed.
+The peer is the same layer with bf16 weights.
 """
 
 import argparse
@@ -24,11 +25,15 @@ from measuring.machine import describe_machine
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
+from megatron_mamba_cache.kernels.experts.pair_gemms import FEW_TOKENS
 from megatron_mamba_cache.kernels.experts.quantized_experts import (
     can_multiply_quantized,
     quantized_grouped_gemm,
     routed_quantized_experts,
 )
+from megatron_mamba_cache.kernels.experts.quantized_pairs import quantized_pair_gemm
+from megatron_mamba_cache.kernels.experts.quantized_rows import can_multiply_pairs
+from megatron_mamba_cache.kernels.experts.quantized_sums import quantized_summed_gemm
 from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
 from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
@@ -38,8 +43,8 @@ TOKENS = (1, 8, 64, 256)
 COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
 MOST_BATCHES = 32
 BLOCK = 128
-FORMS = {"nano": ("row", "nvfp4"), "qwen36-35b": ("block", "row", "nvfp4")}
-"""How experts are published: FP8 with a scale per tensor or row, or per block of 128 x 128; NVFP4."""
+FORMS = {"nano": ("row", "nvfp4", "mxfp4"), "qwen36-35b": ("block", "row", "nvfp4", "mxfp4")}
+"""How experts are published: FP8 with a scale per tensor or row, or per block of 128 x 128; FP4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,11 @@ class Bench:
             scales = torch.rand(shape.num_experts, rows, columns // 16, device="cuda").mul_(400)
             factors = torch.full((shape.num_experts, rows), 1 / (600 * columns**0.5), device="cuda")
             return QuantizedMatrix(packed(codes, 4), 4, scales.to(torch.float8_e4m3fn), factors, 1, 16)
+        if self.form == "mxfp4":
+            codes = torch.randint(16, (shape.num_experts, rows, columns), dtype=torch.uint8, device="cuda")
+            grid = shape.num_experts, rows, columns // 32
+            powers = torch.randint(119, 122, grid, dtype=torch.uint8, device="cuda").view(torch.float8_e8m0fnu)
+            return QuantizedMatrix(packed(codes, 4), 4, powers, None, 1, 32)
         codes = torch.randn(shape.num_experts, rows, columns, device="cuda").mul_(64).to(torch.float8_e4m3fn)
         words, size = packed(codes.view(torch.uint8), 8), 1 / (64 * columns**0.5)
         if self.form == "row":
@@ -106,8 +116,18 @@ class Bench:
         order = order_by_expert(ids, self.shape.num_experts)
         return Batch(x, ids, weights, order, self._first(x, ids, order))
 
+    def _takes_pairs(self, count: int) -> bool:
+        return count <= FEW_TOKENS and can_multiply_pairs(self.first) and can_multiply_pairs(self.second)
+
     def _first(self, x: Tensor, ids: Tensor, order: ExpertOrder) -> Tensor:
+        if self._takes_pairs(len(x)):
+            return quantized_pair_gemm(x, self.first, ids, activation=self.shape.activation)[0]
         return quantized_grouped_gemm(x, self.first, order, top_k=ids.shape[1], activation=self.shape.activation)
+
+    def _second(self, batch: Batch) -> Tensor:
+        if self._takes_pairs(len(batch.x)):
+            return quantized_summed_gemm(batch.inner, self.second, batch.ids, batch.weights)
+        return quantized_grouped_gemm(batch.inner, self.second, batch.order)
 
     def _layer(self, batch: Batch) -> Tensor:
         return routed_quantized_experts(
@@ -121,7 +141,7 @@ class Bench:
         """Measure both products, the layer, and the layer with bf16 weights."""
         batches = [self.batch(count)]
         if not can_multiply_quantized(batches[0].x, batches[0].ids.numel(), self.first, self.second):
-            raise RuntimeError(f"{self.name}: {count} tokens take no kernel for codes")
+            raise RuntimeError(f"{self.name}: {count} tokens with {self.form} weights take no kernel for codes")
         hit = float(batches[0].ids.unique().numel())
         of_expert = self.first[0].nbytes + self.second[0].nbytes
         batches += [self.batch(count) for _ in range(min(MOST_BATCHES, ceil(COLD_BYTES / (hit * of_expert))))]
@@ -140,7 +160,7 @@ class Bench:
             floors[0],
             time(lambda batch: self._first(batch.x, batch.ids, batch.order), floors[0]),
             floors[1],
-            time(lambda batch: quantized_grouped_gemm(batch.inner, self.second, batch.order), floors[1]),
+            time(self._second, floors[1]),
             time(self._layer, sum(floors)),
             time(self._bf16_layer, 2 * sum(floors)),
             float((found - expected).abs().mean() / expected.abs().mean()),

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.experts.overlapped_expert import OverlappedExpert, shared_gemm, takes_shared_gemm
+from ..kernels.experts.quantized_experts import QuantizedSharedExpert
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import route
@@ -148,7 +149,7 @@ class MixtureOfExperts(MegatronModule):
             out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
         return out.view(hidden_states.shape)
 
-    def _taken_along(self, x: Tensor) -> SharedExpert | None:
+    def _taken_along(self, x: Tensor) -> SharedExpert | QuantizedSharedExpert | None:
         """Return the shared expert's weights if the kernels of the routed experts also compute it, otherwise None."""
         if self.shared_experts is None or self.fc1_latent_proj is not None or self.exchange is not None:
             return None
@@ -178,7 +179,7 @@ class MixtureOfExperts(MegatronModule):
         gates_itself = experts.gate_weight is not None and self._summed_gate is None
         weights = None if gates_itself or self.exchange is not None else experts.weights()
         activation = fused_activation(self.config)
-        if weights is None or not takes_shared_gemm(x, weights.first, activation):
+        if not isinstance(weights, SharedExpert) or not takes_shared_gemm(x, weights.first, activation):
             return lambda: compute(hidden_states).flatten(0, -2)
         inner, second = shared_gemm(x, weights.first, activation), weights.second
         return lambda: F.linear(inner, second)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..kernels.activations import Activation, gated_silu
+from ..kernels.experts.quantized_experts import QuantizedSharedExpert
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.kernel_launches import wants_gradient
 from .linear import OneTokenColumnLinear
@@ -60,13 +61,16 @@ class SharedFeedForward(SharedExpertMLP, FeedForward):
         output: Tensor = FeedForward.forward(self, hidden_states)[0]
         return output
 
-    def weights(self) -> SharedExpert | None:
+    def weights(self) -> SharedExpert | QuantizedSharedExpert | None:
         """Return the expert's weights if `ungated` consists only of GEMMs and an activation; None otherwise."""
         first, second = self.linear_fc1, self.linear_fc2
-        is_plain = first.bias is None and second.bias is None and first.form is None and second.form is None
+        is_plain = first.bias is None and second.bias is None
         if not is_plain or self.config.sequence_parallel or fused_activation(self.config) == "none":
             return None
-        return SharedExpert(first.weight, second.weight)
+        if first.form is None and second.form is None:
+            return SharedExpert(first.weight, second.weight)
+        matrices = first.exact_matrix, second.exact_matrix
+        return None if matrices[0] is None or matrices[1] is None else QuantizedSharedExpert(matrices[0], matrices[1])
 
 
 def fused_activation(config: Any) -> Activation:

@@ -102,6 +102,13 @@ class QuantizableLinear:
         return None if self.form is None else matrix_of(self.form, self.weight, self.weight_scales, self.weight_factors)
 
     @property
+    def exact_matrix(self) -> QuantizedMatrix | None:
+        """`quantized` if it is the whole weight and the current step quantizes no tokens for it; otherwise None."""
+        matrix = self.quantized
+        is_exact = matrix is not None and self.plain_weight is None and self._prompts(matrix) is None
+        return matrix if is_exact else None
+
+    @property
     def num_weights(self) -> int:
         """Weights of a quantized layer, plain ones included."""
         matrix, plain = self.quantized, self.plain_weight

@@ -11,7 +11,12 @@ from typing_extensions import override
 
 from ..kernels.activations import Activation
 from ..kernels.experts.overlapped_expert import OverlappedExpert
-from ..kernels.experts.quantized_experts import can_multiply_quantized, routed_quantized_experts
+from ..kernels.experts.quantized_experts import (
+    QuantizedSharedExpert,
+    can_multiply_quantized,
+    routed_quantized_experts,
+    takes_quantized_shared,
+)
 from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
 from ..kernels.quantized.dequantize import dequantize
 from ..kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
@@ -76,10 +81,15 @@ class StackedExperts(MegatronModule):
             return weight
         return matrix_of(self.forms[name], weight, getattr(self, f"{name}_scales"), getattr(self, f"{name}_factors"))
 
-    def takes(self, shared: SharedExpert, x: Tensor) -> bool:
+    def takes(self, shared: SharedExpert | QuantizedSharedExpert, x: Tensor) -> bool:
         """Return whether `forward` can also compute the shared expert for these tokens."""
-        is_alike = shared.first.shape[1:] == x.shape[1:] and not self.forms
-        return is_alike and self._apart is None and takes_shared_expert(x)
+        if self._apart is not None or shared.first.shape[1:] != x.shape[1:]:
+            return False
+        if isinstance(shared, SharedExpert):
+            return not self.forms and takes_shared_expert(x)
+        first, second = self.weight("linear_fc1"), self.weight("linear_fc2")
+        is_quantized = isinstance(first, QuantizedMatrix) and isinstance(second, QuantizedMatrix)
+        return is_quantized and takes_quantized_shared(x, first, second, shared)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -87,7 +97,7 @@ class StackedExperts(MegatronModule):
         ids: Tensor,
         weights: Tensor,
         addend: Callable[[], Tensor] | None = None,
-        shared: SharedExpert | None = None,
+        shared: SharedExpert | QuantizedSharedExpert | None = None,
         overlapped: OverlappedExpert | None = None,
     ) -> Tensor:
         """Return the weighted sum over each token's experts on this rank; see `routed_experts`."""
@@ -96,6 +106,7 @@ class StackedExperts(MegatronModule):
             "apart": self._apart,
             "first_expert": self.first_expert,
             "addend": addend,
+            "shared": shared,
             "overlapped": overlapped,
         }
         if self.forms and can_multiply_quantized(x, ids.numel(), first, second):
@@ -103,7 +114,7 @@ class StackedExperts(MegatronModule):
         first, second = (
             weight if isinstance(weight, Tensor) else dequantize(weight, x.dtype) for weight in (first, second)
         )
-        return routed_experts(x, ids, weights, first, second, self._activation, shared=shared, **settings)
+        return routed_experts(x, ids, weights, first, second, self._activation, **settings)
 
     def named_views(self) -> Iterator[tuple[str, Tensor]]:
         """Yield views of each expert's plain weights, under their names in Megatron's layer."""

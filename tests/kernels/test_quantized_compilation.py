@@ -10,8 +10,18 @@ import pytest
 import torch
 import triton
 
-from megatron_mamba_cache.kernels.experts import quantized_experts
+from megatron_mamba_cache.kernels.experts import (
+    quantized_experts,
+    quantized_experts_hopper,
+    quantized_pairs,
+    quantized_sums,
+)
 from megatron_mamba_cache.kernels.experts.quantized_experts import quantized_grouped_gemm
+from megatron_mamba_cache.kernels.experts.quantized_experts_hopper import (
+    multiply_on_hopper as multiply_experts_on_hopper,
+)
+from megatron_mamba_cache.kernels.experts.quantized_pairs import quantized_pair_gemm
+from megatron_mamba_cache.kernels.experts.quantized_sums import quantized_summed_gemm
 from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
 from megatron_mamba_cache.kernels.quantized import (
     activations,
@@ -40,8 +50,11 @@ FEW_BYTES = 32
 """Of a thread, that a compiler may put in memory."""
 
 
+MXFP4 = QuantizedForm(4, torch.float8_e8m0fnu, False, 1, 32)
+
+
 def weight(form: str, *shape: int) -> QuantizedMatrix:
-    return FORMS[form].empty(shape, torch.device("cpu"))
+    return (MXFP4 if form == "MXFP4" else FORMS[form]).empty(shape, torch.device("cpu"))
 
 
 def spilled_bytes(cubin: bytes, directory: Path) -> int:
@@ -140,6 +153,36 @@ def test_prompt_tokens_compile_once_for_any_number_of_them(
     assert "cvt.rn.satfinite.e4m3x2.f32" in quantizing.ptx[0]
 
 
+@pytest.mark.parametrize("form", [*FORMS, "MXFP4"])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_experts_on_hopper_compile_once_a_range_with_matmuls_that_overlap_decoding(
+    form: str, is_first: bool, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
+    kernel = compile_for_hopper(quantized_experts_hopper, "_quantized_experts_hopper_kernel")
+    matrix = weight(form, 16, 512, 1024)
+    for num_pairs in (8, 16, 128, 256):
+        pairs, starts = torch.zeros(num_pairs, dtype=torch.int32), torch.zeros(17, dtype=torch.int32)
+        order = ExpertOrder(pairs, pairs[:, None], starts)
+        x = torch.empty(num_pairs // 8 if is_first else num_pairs, 1024, dtype=torch.bfloat16)
+        multiply_experts_on_hopper(
+            x,
+            matrix,
+            order,
+            torch.empty(num_pairs, 256 if is_first else 512, dtype=torch.bfloat16),
+            top_k=8 if is_first else None,
+            activation="gated_silu" if is_first else "none",
+            follows_first=not is_first,
+        )
+    assert len(kernel.compiled) == 3
+    assert max(spilled_bytes(cubin, tmp_path) for cubin in kernel.cubins) <= FEW_BYTES_OF_RESULTS
+    assert max(kernel.shared_bytes) <= HOPPER_SHARED_BYTES // 2 - 1024
+    for ptx in kernel.ptx:
+        waits = re.findall(r"wgmma\.wait_group\S* (\d);", ptx)
+        assert waits == (["1", "0"] if form == "FP8 blocks" else ["0", "1", "0"])
+        assert "cp.async.bulk.tensor.2d" in ptx
+        assert ("cp.async.cg.shared.global" in ptx) == is_first
+
+
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("activation", ["none", "gated_silu"])
 def test_experts_compile_without_spills_whatever_tokens_choose(
@@ -154,3 +197,24 @@ def test_experts_compile_without_spills_whatever_tokens_choose(
         quantized_grouped_gemm(x, matrix, order, top_k=8, activation=activation)
     assert len(kernel.compiled) == 1
     assert spilled_bytes(kernel.cubins[0], tmp_path) == 0
+
+
+@pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
+def test_experts_of_pairs_compile_without_spills_and_load_codes_in_wide_copies(
+    form: str, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
+    first = compile_for_hopper(quantized_pairs, "_quantized_pairs_kernel")
+    second = compile_for_hopper(quantized_sums, "_quantized_sum_kernel")
+    for count in (1, 2, 4):
+        x, ids = torch.empty(count, 2048, dtype=torch.bfloat16), torch.zeros(count, 8, dtype=torch.int32)
+        shared = {
+            "shared_rows": torch.empty(count, 512, dtype=torch.bfloat16),
+            "shared_weight": weight(form, 2048, 512),
+        }
+        quantized_pair_gemm(x, weight(form, 4, 1024, 2048), ids, weight(form, 1024, 2048), activation="gated_silu")
+        inner = torch.empty(8 * count, 512, dtype=torch.bfloat16)
+        quantized_summed_gemm(inner, weight(form, 4, 2048, 512), ids, torch.empty(count, 9), **shared)
+    for kernel in (first, second):
+        assert len(kernel.compiled) == 1
+        assert spilled_bytes(kernel.cubins[0], tmp_path) == 0
+        assert kernel.ptx[0].count("ld.global.v4.b32") >= 8

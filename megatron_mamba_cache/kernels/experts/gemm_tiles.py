@@ -124,12 +124,23 @@ def _tiles_kernel(
         tl.store(entry + 2, tl.minimum(first + (tile + 1) * length, last))
 
 
-def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
+SHORT_STEP = 8
+"""Granularity of the lengths of short tiles."""
+
+
+def rows_of_short_tile(num_pairs: int, num_experts: int) -> int:
+    """Return the maximum length of tiles with which few experts have more than one; 0 if they have too many rows."""
+    mean_rows = num_pairs / num_experts
+    return next((rows for rows, most_mean in ((8, 3), (16, 9), (32, 24)) if mean_rows <= most_mean), 0)
+
+
+def tile_rows(starts: Tensor, num_rows: int, most_rows: int = MOST_ROWS, row_step: int = ROW_STEP) -> Tensor:
     """Split the rows of each expert into tiles.
 
     Args:
         starts: [experts + 1] int32: each expert's first row, then the number of rows; see `ExpertOrder`.
         num_rows: Upper bound for `starts[-1]`.
+        most_rows, row_step: Maximum length of a tile, and the number that divides all lengths but the last one's.
 
     Returns:
         [1 + maximum number of tiles, 4] int32. Entry [0, 0] is the number of tiles. Entries [1 + i, :3] are tile i's
@@ -138,16 +149,16 @@ def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
     Reference: `tile_rows_ref`. CUDA-graph safe: no host sync, one launch.
     """
     if not launches_kernel(starts):
-        return tile_rows_ref(starts, num_rows)
+        return tile_rows_ref(starts, num_rows, most_rows, row_step)
     num_experts = len(starts) - 1
-    tiles = _no_tiles(starts, num_rows)
+    tiles = _no_tiles(starts, num_rows, most_rows)
     _tiles_kernel[(num_experts,)](
         starts=starts,
         tiles=tiles,
         NUM_EXPERTS=num_experts,
         EXPERTS=triton.next_power_of_2(num_experts),
-        MOST_ROWS=MOST_ROWS,
-        ROW_STEP=ROW_STEP,
+        MOST_ROWS=most_rows,
+        ROW_STEP=row_step,
         num_warps=1,
         enable_fp_fusion=True,
         **overlapping(starts.device),
@@ -155,20 +166,20 @@ def tile_rows(starts: Tensor, num_rows: int) -> Tensor:
     return tiles
 
 
-def tile_rows_ref(starts: Tensor, num_rows: int) -> Tensor:
+def tile_rows_ref(starts: Tensor, num_rows: int, most_rows: int = MOST_ROWS, row_step: int = ROW_STEP) -> Tensor:
     """Torch reference for `tile_rows`; copies the starts to the host."""
     bounds, found = starts.tolist(), []
     for expert, (begin, end) in enumerate(pairwise(bounds)):
-        count = -(-(end - begin) // MOST_ROWS)
-        length = -(-(end - begin) // max(count * ROW_STEP, 1)) * ROW_STEP
+        count = -(-(end - begin) // most_rows)
+        length = -(-(end - begin) // max(count * row_step, 1)) * row_step
         found += [(expert, first, min(first + length, end)) for first in range(begin, end, max(length, 1))]
-    tiles = _no_tiles(starts, num_rows)
+    tiles = _no_tiles(starts, num_rows, most_rows)
     tiles[0, 0] = len(found)
     for number, entry in enumerate(found, 1):
         tiles[number, :3] = torch.tensor(entry)
     return tiles
 
 
-def _no_tiles(starts: Tensor, num_rows: int) -> Tensor:
-    most_tiles = min(num_rows, len(starts) - 1 + num_rows // MOST_ROWS)
+def _no_tiles(starts: Tensor, num_rows: int, most_rows: int) -> Tensor:
+    most_tiles = min(num_rows, len(starts) - 1 + num_rows // most_rows)
     return starts.new_empty(1 + most_tiles, 4)

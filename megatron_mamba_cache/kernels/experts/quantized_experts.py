@@ -6,6 +6,7 @@ the number of pairs gives, not on other tokens. Graph safe: no host sync, no ato
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import triton
@@ -22,7 +23,13 @@ from ..quantized.quantized_matrix import RUN, QuantizedMatrix
 from .expert_order import order_by_expert
 from .grouped_gemm import tile_of
 from .overlapped_expert import OverlappedExpert
+from .pair_gemms import FEW_TOKENS
+from .quantized_experts_hopper import can_multiply_on_hopper, is_mxfp4, multiply_on_hopper
+from .quantized_pairs import quantized_pair_gemm
+from .quantized_rows import can_multiply_pairs
+from .quantized_sums import quantized_summed_gemm
 from .reference_experts import ExpertOrder, grouped_gemm_ref
+from .routed_experts import takes_shared_expert
 from .weighted_sum import weighted_sum
 
 _MOST_MEAN_ROWS = 64
@@ -103,28 +110,45 @@ def can_multiply_quantized(x: Tensor, num_pairs: int, *weights: QuantizedMatrix 
         launches_kernel(x)
         and x.dtype is torch.bfloat16
         and num_pairs <= _MOST_MEAN_ROWS * weights[0].shape[0]
-        and all(isinstance(weight, QuantizedMatrix) and _has_kernel(weight) for weight in weights)
+        and all(isinstance(weight, QuantizedMatrix) and _has_kernel(x, weight, num_pairs) for weight in weights)
     )
 
 
-def _has_kernel(weight: QuantizedMatrix) -> bool:
+def _has_kernel(x: Tensor, weight: QuantizedMatrix, num_pairs: int) -> bool:
+    if is_mxfp4(weight):
+        return can_multiply_on_hopper(x, weight, num_pairs, "gated_silu")  # the activation that demands most
     return has_kernel(weight) and weight.shape[1] % weight.block_rows == 0
 
 
 def quantized_grouped_gemm(
-    x: Tensor, weight: QuantizedMatrix, order: ExpertOrder, *, top_k: int | None = None, activation: Activation = "none"
+    x: Tensor,
+    weight: QuantizedMatrix,
+    order: ExpertOrder,
+    *,
+    top_k: int | None = None,
+    activation: Activation = "none",
+    follows_first: bool = False,
 ) -> Tensor:
     """Return the activated GEMM of rows with their experts' weights; see `grouped_gemm`. Long because of its kernel.
+
+    Args:
+        follows_first: True if the previous launch is the layer's first GEMM with the same order.
 
     Raises:
         ValueError: If the kernel does not compute these tensors.
 
-    Reference: `quantized_grouped_gemm_ref`. CUDA-graph safe: no host sync, one launch.
+    Reference: `quantized_grouped_gemm_ref`. CUDA-graph safe: no host sync; one launch, and one that both
+    GEMMs of an order share.
     """
     if not launches_kernel(x):
         return quantized_grouped_gemm_ref(x, weight, order, top_k=top_k, activation=activation)
     num_experts, rows, columns = weight.shape
-    if not _has_kernel(weight) or x.dtype is not torch.bfloat16 or x.shape[1:] != (columns,) or x.stride(1) != 1:
+    if (
+        not _has_kernel(x, weight, len(order.pairs))
+        or x.dtype is not torch.bfloat16
+        or x.shape[1:] != (columns,)
+        or x.stride(1) != 1
+    ):
         raise ValueError(
             f"need bf16 rows of {columns} inputs and FP8 experts in whole blocks, found {tuple(x.shape)} {x.dtype} and "
             f"{weight.code_bits}-bit experts {weight.shape} in blocks of {weight.block_rows} rows"
@@ -132,6 +156,9 @@ def quantized_grouped_gemm(
     num_rows, outputs = len(order.pairs), rows // (2 if activation == "gated_silu" else 1)
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
+        return out
+    if can_multiply_on_hopper(x, weight, num_rows, activation):
+        multiply_on_hopper(x, weight, order, out, top_k=top_k, activation=activation, follows_first=follows_first)
         return out
     tile, width, words = _tile_sizes(weight, num_rows / num_experts)
     num_tiles, most_tiles = triton.cdiv(rows, width), min(num_rows, num_experts + num_rows // tile)
@@ -182,6 +209,30 @@ def quantized_grouped_gemm_ref(
     ).to(x.dtype)
 
 
+class QuantizedSharedExpert(NamedTuple):
+    """Quantized weights of the shared expert's two GEMMs, with shapes as in `SharedExpert`."""
+
+    first: QuantizedMatrix
+    second: QuantizedMatrix
+
+
+def takes_quantized_shared(
+    x: Tensor, first: QuantizedMatrix, second: QuantizedMatrix, shared: QuantizedSharedExpert
+) -> bool:
+    """Return True if `routed_quantized_experts` should also compute the shared expert; see `takes_shared_expert`."""
+    return (
+        takes_shared_expert(x)
+        and _takes_pairs(x, first, second)
+        and can_multiply_pairs(first, shared.first)
+        and can_multiply_pairs(second, shared.second)
+    )
+
+
+def _takes_pairs(x: Tensor, first: QuantizedMatrix, second: QuantizedMatrix) -> bool:
+    """Return True if each pair of a token and an expert is computed alone: for few tokens, with FP8 weights."""
+    return len(x) <= FEW_TOKENS and launches_kernel(x) and can_multiply_pairs(first) and can_multiply_pairs(second)
+
+
 def routed_quantized_experts(
     x: Tensor,
     ids: Tensor,
@@ -193,15 +244,36 @@ def routed_quantized_experts(
     apart: Callable[[Tensor], Tensor] | None = None,
     first_expert: int = 0,
     addend: Callable[[], Tensor] | None = None,
+    shared: QuantizedSharedExpert | None = None,
     overlapped: OverlappedExpert | None = None,
 ) -> Tensor:
     """Return the weighted sum of each token's experts on this rank; see `routed_experts`.
 
-    CUDA-graph safe: no host sync.
+    CUDA-graph safe: no host sync; two launches for few tokens with FP8 weights, else four.
+
+    Args:
+        shared: Weights of the shared expert, if `takes_quantized_shared`.
     """
     if overlapped is not None:
         overlapped.launch(after_queued=False)
+    if _takes_pairs(x, first, second):
+        first_shared, second_shared = (None, None) if shared is None else shared
+        inner, inner_shared = quantized_pair_gemm(
+            x, first, ids, first_shared, activation=activation, first_expert=first_expert
+        )
+        return quantized_summed_gemm(
+            inner if apart is None else apart(inner),
+            second,
+            ids,
+            weights,
+            None if addend is None else addend(),
+            shared_rows=None if shared is None else inner_shared,
+            shared_weight=second_shared,
+            first_expert=first_expert,
+            follows_pairs=apart is None and addend is None,
+        )
     order = order_by_expert(ids, first.shape[0], first_expert)
     inner = quantized_grouped_gemm(x, first, order, top_k=ids.shape[1], activation=activation)
-    rows = quantized_grouped_gemm(inner if apart is None else apart(inner), second, order)
+    follows_first = apart is None and can_multiply_on_hopper(x, first, ids.numel(), activation)
+    rows = quantized_grouped_gemm(inner if apart is None else apart(inner), second, order, follows_first=follows_first)
     return weighted_sum(rows, order.positions, weights, None if addend is None else addend())

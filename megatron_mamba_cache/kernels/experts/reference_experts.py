@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..activations import Activation, activated_ref
 from ..reference import compute_dtype
-from .gemm_tiles import tile_rows
+from .gemm_tiles import SHORT_STEP, rows_of_short_tile, tile_rows
 from .routing_rule import RoutingRule, SharedGate
 
 
@@ -75,6 +75,12 @@ class ExpertOrder:
     def tiles(self) -> Tensor:
         """Row tiles, used by both GEMMs of a layer; see `tile_rows`."""
         return tile_rows(self.starts, len(self.pairs)) if self.known_tiles is None else self.known_tiles
+
+    @cached_property
+    def short_tiles(self) -> Tensor:
+        """Row tiles of at most `rows_of_short_tile` rows, used by both GEMMs of a layer."""
+        most_rows = rows_of_short_tile(len(self.pairs), len(self.starts) - 1)
+        return tile_rows(self.starts, len(self.pairs), most_rows, SHORT_STEP)
 
 
 def order_by_expert_ref(ids: Tensor, num_experts: int, first_expert: int = 0) -> ExpertOrder:

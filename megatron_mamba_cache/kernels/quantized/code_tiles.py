@@ -52,6 +52,19 @@ def decoded_pairs(words):
     return low, high
 
 
+NVFP4_SCALES = tl.constexpr(
+    """{
+    .reg .b32 even, odd, high, higher;
+    mov.b32 high, 0x7B807B80; mov.b32 higher, 0x76807680;
+    shl.b32 even, $4, 4; and.b32 even, even, 0x07F007F0; mul.bf16x2 even, even, high; mul.bf16x2 even, even, higher;
+    shr.b32 odd, $4, 4; and.b32 odd, odd, 0x07F007F0; mul.bf16x2 odd, odd, high; mul.bf16x2 odd, odd, higher;
+    prmt.b32 $0, even, 0, 0x1010; prmt.b32 $1, odd, 0, 0x1010;
+    prmt.b32 $2, even, 0, 0x3232; prmt.b32 $3, odd, 0, 0x3232;
+    }"""
+)
+"""PTX of `nvfp4_scales`."""
+
+
 @triton.jit
 def nvfp4_scales(scales):
     """Return the four scales of runs as pairs of equal bf16 numbers, times 2^110; exact.
@@ -71,18 +84,7 @@ def nvfp4_scales(scales):
         pairs = found
     else:
         pairs = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 first, second, high, higher;
-            mov.b32 high, 0x7B807B80; mov.b32 higher, 0x76807680;
-            prmt.b32 first, $4, 0, 0x4040; shl.b32 first, first, 4;
-            mul.bf16x2 first, first, high; mul.bf16x2 $0, first, higher;
-            prmt.b32 second, $4, 0, 0x4141; shl.b32 second, second, 4;
-            mul.bf16x2 second, second, high; mul.bf16x2 $1, second, higher;
-            prmt.b32 first, $4, 0, 0x4242; shl.b32 first, first, 4;
-            mul.bf16x2 first, first, high; mul.bf16x2 $2, first, higher;
-            prmt.b32 second, $4, 0, 0x4343; shl.b32 second, second, 4;
-            mul.bf16x2 second, second, high; mul.bf16x2 $3, second, higher;
-            }""",
+            NVFP4_SCALES,
             "=r,=r,=r,=r,r",
             [scales],
             dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
@@ -90,6 +92,22 @@ def nvfp4_scales(scales):
             pack=1,
         )
     return pairs
+
+
+DECODE_QUADS = tl.constexpr(
+    """{
+    .reg .b32 code, two;
+    and.b32 code, $4, 0x000F000F; mul.lo.u32 code, code, 4160; and.b32 code, code, 0x81C081C0; mul.bf16x2 $0, code, $5;
+    and.b32 code, $4, 0x00F000F0; mul.lo.u32 code, code, 260; and.b32 code, code, 0x81C081C0; mul.bf16x2 $1, code, $7;
+    shr.u32 two, $4, 8;
+    and.b32 code, two, 0x000F000F; mul.lo.u32 code, code, 4160; and.b32 code, code, 0x81C081C0; mul.bf16x2 $2, code, $9;
+    and.b32 code, two, 0x00F000F0; mul.lo.u32 code, code, 260; and.b32 code, code, 0x81C081C0; mul.bf16x2 $3, code, $11;
+    }"""
+)
+"""PTX of `decoded_quads` for two words at once; it reads the scales of the first one.
+
+A multiplication moves copies of a code, of which one has its sign in place and the other one its magnitude.
+"""
 
 
 @triton.jit
@@ -120,17 +138,7 @@ def decoded_quads(words, first, second, third, fourth):
         result = values
     else:
         result = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 value, sign;
-            shl.b32 sign, $4, 12; shl.b32 value, $4, 6; and.b32 value, value, 0x01C001C0;
-            lop3.b32 value, value, sign, 0x80008000, 0xF8; mul.bf16x2 $0, value, $5;
-            shl.b32 sign, $4, 8; shl.b32 value, $4, 2; and.b32 value, value, 0x01C001C0;
-            lop3.b32 value, value, sign, 0x80008000, 0xF8; mul.bf16x2 $1, value, $7;
-            shl.b32 sign, $4, 4; shr.b32 value, $4, 2; and.b32 value, value, 0x01C001C0;
-            lop3.b32 value, value, sign, 0x80008000, 0xF8; mul.bf16x2 $2, value, $9;
-            shr.b32 value, $4, 6; and.b32 value, value, 0x01C001C0;
-            lop3.b32 value, value, $4, 0x80008000, 0xF8; mul.bf16x2 $3, value, $11;
-            }""",
+            DECODE_QUADS,
             "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
             [words, first, second, third, fourth],
             dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
