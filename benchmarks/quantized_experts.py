@@ -1,31 +1,40 @@
 """How close do products of routed experts with quantized weights come to the bytes' floor?
 
-    PYTHONPATH=. python3 benchmarks/quantized_experts.py [--shapes NAME ...] [--tokens N ...] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/quantized_experts.py [--shapes NAME ...] [--forms FORM ...] [--tokens N ...]
+        [--prompts N ...] [--json FILE]
 
 Each time is the median of a product inside a CUDA graph of many, whose tokens differ, so that their experts are not in
 the L2 cache. Weights and tokens are random, and all experts are equally likely. The floor is the bytes of codes and
 scales of the experts that are hit, at the rate of a plain copy measured in the same run; fractions are floor / time.
 "layer" is from the choice of experts to the weighted sum. For a few tokens with FP8, the second product is also summed.
 The peer is the same layer with bf16 weights.
+
+With `--prompts`, the layer also runs on that many prompt tokens: with FP8 activations if the weights are FP8, and with
+the exact meaning of the weights. The floor is then the time of the FLOPs at the speed of a large bf16 GEMM.
 """
 
 import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
+from itertools import chain
 from math import ceil
 from pathlib import Path
 
 import torch
 from experts import SHAPES, LayerShape
-from measuring.ceilings import copy_us
+from measuring.ceilings import copy_us, matmul_tflops
 from measuring.graph_timing import launch_us
 from measuring.machine import describe_machine
 from torch import Tensor
 
 from megatron_mamba_cache.kernels.experts.expert_order import order_by_expert
 from megatron_mamba_cache.kernels.experts.pair_gemms import FEW_TOKENS
+from megatron_mamba_cache.kernels.experts.prompt_experts import (
+    QuantizedExperts,
+    grouped_prompt_gemm,
+    routed_prompt_experts,
+)
 from megatron_mamba_cache.kernels.experts.quantized_experts import (
     can_multiply_quantized,
     quantized_grouped_gemm,
@@ -36,6 +45,7 @@ from megatron_mamba_cache.kernels.experts.quantized_rows import can_multiply_pai
 from megatron_mamba_cache.kernels.experts.quantized_sums import quantized_summed_gemm
 from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
 from megatron_mamba_cache.kernels.experts.routed_experts import routed_experts
+from megatron_mamba_cache.kernels.quantized.activations import ActivationScheme, quantize_activations
 from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, packed
 
@@ -62,6 +72,25 @@ class Figure:
     layer_us: float
     bf16_layer_us: float
     error: float
+
+
+@dataclass(frozen=True, slots=True)
+class PromptFigure:
+    """Times of a layer with prompt tokens in microseconds; those of FP8 activations are None for FP4 weights."""
+
+    shape: str
+    form: str
+    tokens: int
+    floor_us: float
+    bf16_us: float
+    exact_us: float
+    dequantize_us: float
+    exact_error: float
+    fp8_us: float | None = None
+    quantize_us: float | None = None
+    first_us: float | None = None
+    second_us: float | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +166,53 @@ class Bench:
     def _bf16_layer(self, batch: Batch) -> Tensor:
         return routed_experts(batch.x, batch.ids, batch.weights, *self.plain, self.shape.activation)
 
+    def _exact_layer(self, batch: Batch) -> Tensor:
+        if can_multiply_quantized(batch.x, batch.ids.numel(), self.first, self.second):
+            return self._layer(batch)
+        plain = [dequantize(weight) for weight in (self.first, self.second)]
+        return routed_experts(batch.x, batch.ids, batch.weights, *plain, self.shape.activation)
+
+    def _quantized_layer(self, batch: Batch) -> Tensor:
+        experts = QuantizedExperts(
+            self.first, self.second, *(_scheme_of(weight) for weight in (self.first, self.second))
+        )
+        return routed_prompt_experts(batch.x, batch.ids, batch.weights, experts, self.shape.activation)
+
+    def measure_prompts(self, count: int) -> PromptFigure:
+        """Measure the layer with prompt tokens."""
+        x = torch.randn(count, self.shape.hidden, device="cuda").bfloat16()
+        scores = torch.rand(count, self.shape.num_experts, device="cuda")
+        ids = scores.topk(self.shape.rule.top_k, dim=-1).indices.to(torch.int32)
+        order = order_by_expert(ids, self.shape.num_experts)
+        batch = Batch(x, ids, torch.rand(ids.shape, device="cuda"), order, x)
+        num_flops = 2 * ids.numel() * (self.first[0].words.numel() + self.second[0].words.numel())
+        floor = num_flops * (16 / self.first.code_bits) / matmul_tflops() / 1e6
+
+        def time(run: Callable[[], object]) -> float:
+            return launch_us([run], floor)
+
+        times = [
+            time(lambda: self._bf16_layer(batch)),
+            time(lambda: self._exact_layer(batch)),
+            time(lambda: [dequantize(weight) for weight in (self.first, self.second)]),
+        ]
+        exact_error = _error(self._exact_layer(batch), self._bf16_layer(batch))
+        if self.form == "nvfp4":
+            return PromptFigure(self.name, self.form, count, floor, *times, exact_error)
+        scheme, activation = _scheme_of(self.first), self.shape.activation
+        rows = quantize_activations(x, scheme, order.positions)
+        inner = quantize_activations(
+            grouped_prompt_gemm(rows, self.first, order, activation, x.dtype), _scheme_of(self.second)
+        )
+        of_fp8 = [
+            time(lambda: self._quantized_layer(batch)),
+            time(lambda: quantize_activations(x, scheme, order.positions)),
+            time(lambda: grouped_prompt_gemm(rows, self.first, order, activation, x.dtype)),
+            time(lambda: grouped_prompt_gemm(inner, self.second, order, "none", x.dtype)),
+        ]
+        error = _error(self._quantized_layer(batch), self._bf16_layer(batch))
+        return PromptFigure(self.name, self.form, count, floor, *times, exact_error, *of_fp8, error)
+
     def measure(self, count: int) -> Figure:
         """Measure both products, the layer, and the layer with bf16 weights."""
         batches = [self.batch(count)]
@@ -151,7 +227,6 @@ class Bench:
         def time(run: Callable[[Batch], object], expected: float) -> float:
             return launch_us([lambda batch=batch: run(batch) for batch in batches], expected)  # type: ignore[misc]
 
-        found, expected = self._layer(batches[0]).float(), self._bf16_layer(batches[0]).float()
         return Figure(
             self.name,
             self.form,
@@ -163,8 +238,36 @@ class Bench:
             time(self._second, floors[1]),
             time(self._layer, sum(floors)),
             time(self._bf16_layer, 2 * sum(floors)),
-            float((found - expected).abs().mean() / expected.abs().mean()),
+            _error(self._layer(batches[0]), self._bf16_layer(batches[0])),
         )
+
+
+def _scheme_of(weight: QuantizedMatrix) -> ActivationScheme:
+    return ActivationScheme(None if weight.scales is None else weight.block_columns)
+
+
+def _error(found: Tensor, expected: Tensor) -> float:
+    return float((found.float() - expected.float()).abs().mean() / expected.float().abs().mean())
+
+
+def prompt_table(figures: Sequence[PromptFigure]) -> str:
+    """Return the figures of prompt tokens as Markdown."""
+    lines = [
+        "| shape | scales | tokens | floor, µs | bf16 layer, µs | exact layer, µs | bf16 / exact | error | "
+        "dequantize, µs | FP8 layer, µs | bf16 / FP8 | quantize, µs | first, µs | second, µs | error |",
+        "|---|---|" + "---:|" * 13,
+    ]
+    for one in figures:
+        cells = [one.shape, one.form, f"{one.tokens}", f"{one.floor_us:.0f}", f"{one.bf16_us:.0f}"]
+        cells += [f"{one.exact_us:.0f}", f"{one.bf16_us / one.exact_us:.2f}", f"{one.exact_error:.4f}"]
+        cells += [f"{one.dequantize_us:.0f}"]
+        if one.fp8_us is None:
+            cells += [""] * 6
+        else:
+            cells += [f"{one.fp8_us:.0f}", f"{one.bf16_us / one.fp8_us:.2f}", f"{one.quantize_us:.0f}"]
+            cells += [f"{one.first_us:.0f}", f"{one.second_us:.0f}", f"{one.error:.4f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(figures: Sequence[Figure]) -> str:
@@ -188,21 +291,30 @@ def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shapes", nargs="+", choices=FORMS, default=list(FORMS), help="default: all")
-    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS), metavar="N")
+    parser.add_argument("--forms", nargs="+", choices=sorted({*chain(*FORMS.values())}), help="default: all")
+    parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS), metavar="N")
+    parser.add_argument("--prompts", nargs="*", type=int, default=[], metavar="N", help="numbers of prompt tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write every figure to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     figures: list[Figure] = []
+    prompts: list[PromptFigure] = []
     for name in arguments.shapes:
-        for form, count in product(FORMS[name], arguments.tokens):
+        for form in (form for form in FORMS[name] if not arguments.forms or form in arguments.forms):
             bench = Bench(name, form)
-            figures.append(bench.measure(count))
+            figures += [bench.measure(count) for count in arguments.tokens]
+            for count in arguments.prompts:
+                prompts.append(bench.measure_prompts(count))
+                print(prompts[-1], flush=True)
             del bench
             torch.cuda.empty_cache()
-    print(table(figures))
+    if figures:
+        print(table(figures))
+    if prompts:
+        print(f"\n{prompt_table(prompts)}")
     if arguments.json:
-        document = {"machine": describe_machine(), "figures": [asdict(one) for one in figures]}
+        document = {"machine": describe_machine(), "figures": [*map(asdict, figures), *map(asdict, prompts)]}
         arguments.json.write_text(json.dumps(document, indent=2) + "\n")
 
 

@@ -18,9 +18,10 @@ from megatron_mamba_cache.models.architecture import HybridArchitecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
 from megatron_mamba_cache.models.checkpoints.hugging_face import FAMILIES
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model, check_buildable
+from megatron_mamba_cache.models.kept_form import Ranks
 from megatron_mamba_cache.models.parameter_shapes import filled_of
 from megatron_mamba_cache.models.placement import ModelFiller, stored_shape
-from megatron_mamba_cache.models.quantized_targets import QuantizedFiller, Ranks
+from megatron_mamba_cache.models.quantized_targets import QuantizedFiller
 from megatron_mamba_cache.models.rank_shard import RankShard
 
 STD = 0.02

@@ -91,6 +91,9 @@ def fill_quantized(model: nn.Module, std: float, residual_std: float) -> None:
                 stack = module.weight(weight)
                 assert isinstance(stack, QuantizedMatrix)
                 _fill_matrix(stack, residual_std if weight == "linear_fc2" else std)
+                scale = getattr(module, f"{weight}_activation_scale")
+                if scale is not None:
+                    scale.fill_(_LARGEST_ACTIVATION / _LARGEST_E4M3)
 
 
 def _fill_matrix(matrix: QuantizedMatrix, std: float) -> None:

@@ -213,8 +213,8 @@ def _is_plain(x: Tensor, weight: Tensor, settings: dict[str, Any]) -> bool:
 
 def prompt_tokens_of(model: nn.Module) -> PromptTokens | None:
     """Return what the layers share that quantize the activations of prompt tokens; None without such layers."""
-    layers = (module for module in model.modules() if isinstance(module, QuantizableLinear))
-    return next((layer.prompt_tokens for layer in layers if layer.prompt_tokens is not None), None)
+    found = (getattr(module, "prompt_tokens", None) for module in model.modules())
+    return next((prompt_tokens for prompt_tokens in found if prompt_tokens is not None), None)
 
 
 def check_not_quantized(form: QuantizedForm | None) -> None:

@@ -1,6 +1,7 @@
 """Routed experts of a layer as two stacked parameters; checkpoints store each expert separately."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from typing_extensions import override
 
 from ..kernels.activations import Activation
 from ..kernels.experts.overlapped_expert import OverlappedExpert
+from ..kernels.experts.prompt_experts import QuantizedExperts, routed_prompt_experts
 from ..kernels.experts.quantized_experts import (
     QuantizedSharedExpert,
     can_multiply_quantized,
@@ -18,10 +20,11 @@ from ..kernels.experts.quantized_experts import (
     takes_quantized_shared,
 )
 from ..kernels.experts.routed_experts import SharedExpert, routed_experts, takes_shared_expert
+from ..kernels.quantized.activations import ActivationScheme
 from ..kernels.quantized.dequantize import dequantize
 from ..kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
 from .feed_forward import fused_activation
-from .linear import check_not_quantized, frozen, matrix_of
+from .linear import PromptTokens, check_not_quantized, frozen, matrix_of
 
 EXPERT_WEIGHTS = ("linear_fc1", "linear_fc2")
 """Names of the parameters of `StackedExperts`."""
@@ -42,6 +45,9 @@ class StackedExperts(MegatronModule):
         linear_fc2: [experts, inputs, inner].
         forms: Of those that are quantized, by name; they are the words of a `QuantizedMatrix`, with scales and factors
             as further parameters.
+        prompt_tokens: Prompt tokens whose activations are quantized; None if the experts quantize none.
+        activations: For each weight, "dynamic" or "static" if its inputs are quantized; None if not. Keys of cached
+            states depend on it.
     """
 
     def __init__(self, config: Any, pg_collection: Any) -> None:
@@ -57,8 +63,10 @@ class StackedExperts(MegatronModule):
         self.linear_fc2 = self._parameter(width, inner)
         self.forms: dict[str, QuantizedForm] = {}
         for name in EXPERT_WEIGHTS:
-            for part in ("scales", "factors"):
+            for part in ("scales", "factors", "activation_scale"):
                 self.register_parameter(f"{name}_{part}", None)
+        self.prompt_tokens: PromptTokens | None = None
+        self.activations: tuple[str, ...] | None = None
         self._activation, self._apart = _activation(config)
 
     def _parameter(self, *sizes: int) -> nn.Parameter:
@@ -74,6 +82,17 @@ class StackedExperts(MegatronModule):
         setattr(self, f"{name}_factors", None if matrix.factors is None else frozen(matrix.factors))
         self.forms[name] = form
 
+    def quantize_activations(self, prompt_tokens: PromptTokens, scales: Mapping[str, Tensor | None]) -> None:
+        """Quantize the activations of prompt tokens from now on; both weights must be FP8.
+
+        Args:
+            scales: For each weight, the file's [1] scale of its inputs; None for dynamic scales.
+        """
+        self.prompt_tokens = prompt_tokens
+        self.activations = tuple("dynamic" if scales[name] is None else "static" for name in EXPERT_WEIGHTS)
+        for name, scale in scales.items():
+            setattr(self, f"{name}_activation_scale", None if scale is None else frozen(scale))
+
     def weight(self, name: str) -> Tensor | QuantizedMatrix:
         """Return `linear_fc1` or `linear_fc2`."""
         weight: Tensor = getattr(self, name)
@@ -83,7 +102,8 @@ class StackedExperts(MegatronModule):
 
     def takes(self, shared: SharedExpert | QuantizedSharedExpert, x: Tensor) -> bool:
         """Return whether `forward` can also compute the shared expert for these tokens."""
-        if self._apart is not None or shared.first.shape[1:] != x.shape[1:]:
+        is_alike = self._apart is None and shared.first.shape[1:] == x.shape[1:]
+        if not is_alike or self._first_prompt(len(x)) is not None:
             return False
         if isinstance(shared, SharedExpert):
             return not self.forms and takes_shared_expert(x)
@@ -101,6 +121,54 @@ class StackedExperts(MegatronModule):
         overlapped: OverlappedExpert | None = None,
     ) -> Tensor:
         """Return the weighted sum over each token's experts on this rank; see `routed_experts`."""
+        first_prompt = self._first_prompt(len(x))
+        if first_prompt is None:
+            return self._exactly(x, ids, weights, addend, shared, overlapped)
+        if overlapped is not None:
+            overlapped.launch(after_queued=False)
+        added = None if addend is None else cache(addend)
+        parts = []
+        if first_prompt > 0:
+            of_decode = None if added is None else lambda: added()[:first_prompt]
+            parts.append(
+                self._exactly(x[:first_prompt], ids[:first_prompt], weights[:first_prompt], of_decode, None, None)
+            )
+        parts.append(
+            routed_prompt_experts(
+                x[first_prompt:],
+                ids[first_prompt:],
+                weights[first_prompt:],
+                self._quantized_experts(),
+                self._activation,
+                apart=self._apart,
+                first_expert=self.first_expert,
+                addend=None if added is None else lambda: added()[first_prompt:],
+            )
+        )
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def _first_prompt(self, num_tokens: int) -> int | None:
+        """Return the index of the first token that is quantized; None if the step quantizes none."""
+        first = None if self.prompt_tokens is None else self.prompt_tokens.first
+        return None if first is None or first >= num_tokens else first
+
+    def _quantized_experts(self) -> QuantizedExperts:
+        first, second = (self.weight(name) for name in EXPERT_WEIGHTS)
+        assert isinstance(first, QuantizedMatrix) and isinstance(second, QuantizedMatrix)
+        columns = (None if weight.scales is None else weight.block_columns for weight in (first, second))
+        scales = (getattr(self, f"{name}_activation_scale") for name in EXPERT_WEIGHTS)
+        return QuantizedExperts(first, second, *map(ActivationScheme, columns, scales))
+
+    def _exactly(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        addend: Callable[[], Tensor] | None,
+        shared: SharedExpert | QuantizedSharedExpert | None,
+        overlapped: OverlappedExpert | None,
+    ) -> Tensor:
+        """Return the sum for tokens that are not quantized."""
         first, second = self.weight("linear_fc1"), self.weight("linear_fc2")
         settings: dict[str, Any] = {
             "apart": self._apart,

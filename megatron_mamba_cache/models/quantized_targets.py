@@ -1,120 +1,19 @@
-"""Select the weights of a model that stay quantized, and fill them from the tensors of a checkpoint."""
+"""Replace the weights of a model that stay quantized, and fill them from the tensors of a checkpoint."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import gcd
+from dataclasses import replace
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
 from ..kernels.quantized.prompt_gemm import has_prompt_gemm
-from ..kernels.quantized.quantized_matrix import RUN, QuantizedForm, QuantizedMatrix, packed
+from ..kernels.quantized.quantized_matrix import QuantizedMatrix, packed
 from ..mcore.linear import PromptTokens, QuantizableLinear
-from ..mcore.stacked_experts import StackedExperts
-from .checkpoints.quantized_weights import MXFP4, NVFP4, Activations, CodedTensor, WeightFormat
-from .placement import Placement, Placements, Split
-
-_SCALE_DTYPES = {NVFP4: torch.float8_e4m3fn, MXFP4: torch.float8_e8m0fnu}
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """Index of this tensor-parallel rank, and the number of ranks."""
-
-    rank: int
-    size: int
-
-    def local(self, placement: Placement, tensor: Tensor) -> Tensor:
-        """Return this rank's shard of the part of a checkpoint tensor that the placement selects."""
-        return placement.split.local(placement.select(tensor), self.rank, self.size)
-
-
-@dataclass(frozen=True, slots=True)
-class Source:
-    """A checkpoint tensor that is copied to a weight.
-
-    Args:
-        format: Format of the tensor, with `activations` "none"; None if it is not quantized.
-        shape: Shape of the tensor.
-        activations: As in its `WeightFormat`.
-    """
-
-    placement: Placement
-    format: WeightFormat | None
-    shape: tuple[int, ...]
-    activations: Activations = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class KeptForm:
-    """Form of a weight that stays quantized, and the number of its last rows that are not quantized."""
-
-    form: QuantizedForm
-    num_plain: int = 0
-
-
-def kept_form(shape: tuple[int, ...], sources: Sequence[Source], ranks: Ranks) -> KeptForm | None:
-    """Return the form in which a weight can stay quantized; None if it must be dequantized.
-
-    All sources must have the same format, except unquantized ones in the last rows. If tensor-parallel ranks split a
-    block, the form has smaller blocks; if they split a run of codes, the weight must be dequantized.
-
-    Args:
-        shape: Rows and columns of the weight on this rank.
-    """
-    rows, columns = shape
-    quantized = [source for source in sources if source.format is not None]
-    plain = [source for source in sources if source.format is None]
-    formats = {source.format for source in quantized}
-    if len(formats) != 1 or not (format := next(iter(formats))):
-        return None
-    num_plain = sum(len(_rows_of(source.placement, rows)) for source in plain)
-    if any(int(_rows_of(source.placement, rows).min()) < rows - num_plain for source in plain):
-        return None
-    code_bits = 4 if format.code_type == "U8" else 8
-    if columns % (16 // code_bits * RUN):
-        return None
-    if format.columns is None:
-        return KeptForm(QuantizedForm(8, has_factors=True), num_plain)
-    if format in _SCALE_DTYPES:
-        fits = columns % format.columns == 0
-        form = QuantizedForm(4, _SCALE_DTYPES[format], format.has_global, 1, format.columns)
-        return KeptForm(form, num_plain) if fits else None
-    is_cut = ranks.size > 1 and any(_is_cut_in_columns(source.placement) for source in quantized)
-    block_columns = gcd(format.columns, columns) if is_cut else format.columns
-    if format.rows is None or format.rows == 1 or block_columns % RUN:
-        return None
-    block_rows = _shared_rows(_owners(rows, format.rows, quantized, ranks)[: rows - num_plain], format.rows)
-    return KeptForm(QuantizedForm(8, torch.float32, False, block_rows, block_columns), num_plain)
-
-
-def _rows_of(placement: Placement, rows: int) -> Tensor:
-    """Return the indices of the weight's rows that a placement fills."""
-    return placement.view(torch.arange(rows).unsqueeze(-1)).flatten()
-
-
-def _is_cut_in_columns(placement: Placement) -> bool:
-    return isinstance(placement.split, Split) and placement.split.dim == 1
-
-
-def _owners(rows: int, height: int, sources: list[Source], ranks: Ranks) -> Tensor:
-    """Return a block id for each row of the weight: rows from the same `height`-row block of the files share it."""
-    owners = torch.full((rows,), -1)
-    for number, source in enumerate(sources):
-        blocks = (torch.arange(source.shape[-2]) // height).unsqueeze(-1).expand(*source.shape[:-1], 1)
-        is_whole = _is_cut_in_columns(source.placement)
-        found = source.placement.select(blocks) if is_whole else ranks.local(source.placement, blocks)
-        owners[_rows_of(source.placement, rows)] = found.flatten() * len(sources) + number
-    return owners
-
-
-def _shared_rows(owners: Tensor, height: int) -> int:
-    """Return the largest divisor of `height` such that every run of so many rows has only one block id."""
-    for size in (divisor for divisor in range(height, 1, -1) if height % divisor == 0):
-        whole, rest = owners[: len(owners) // size * size].view(-1, size), owners[len(owners) // size * size :]
-        if bool((whole == whole[:, :1]).all()) and bool((rest == rest[:1]).all()):
-            return size
-    return 1
+from ..mcore.stacked_experts import EXPERT_WEIGHTS, StackedExperts
+from .checkpoints.quantized_weights import CodedTensor, WeightFormat
+from .kept_form import Ranks, Source, is_cut_in_columns, kept_form, rows_of
+from .placement import Placement, Placements
 
 
 class QuantizedTarget:
@@ -145,7 +44,7 @@ class QuantizedTarget:
 
     def fill(self, placement: Placement, stored: Tensor | CodedTensor, ranks: Ranks) -> int:
         """Copy this rank's shard of a checkpoint tensor to the rows of its placement; return the number of elements."""
-        rows = _rows_of(placement, self._rows).to(self.device)
+        rows = rows_of(placement, self._rows).to(self.device)
         codes = ranks.local(placement, stored.codes if isinstance(stored, CodedTensor) else stored)
         if codes.shape != (len(rows), self._columns):
             raise ValueError(f"the shard must be {len(rows)} x {self._columns}, found {tuple(codes.shape)}")
@@ -156,7 +55,7 @@ class QuantizedTarget:
         self._matrix.words[rows] = packed(codes, stored.code_bits)
         if self._activation_scale is not None and stored.activation_scale is not None:
             torch.maximum(self._activation_scale, stored.activation_scale, out=self._activation_scale)
-        is_cut = _is_cut_in_columns(placement)
+        is_cut = is_cut_in_columns(placement)
         if self._matrix.factors is not None and stored.factors is not None:
             factors = stored.factors.unsqueeze(-1)
             factors = placement.select(factors) if is_cut else ranks.local(placement, factors)
@@ -259,39 +158,68 @@ def _kept(
                 target = QuantizedTarget(module.quantized, module.plain_weight, module.activation_scale)
                 found[f"{name}.weight"] = target
         elif isinstance(module, StackedExperts):
-            for weight in ("linear_fc1", "linear_fc2"):
-                found |= _kept_experts(module, name, weight, sources, ranks, device)
+            found |= _kept_experts(module, name, sources, ranks, device, prompt_tokens)
     return found
 
 
 def _quantize_activations(module: QuantizableLinear, sources: list[Source], prompt_tokens: PromptTokens) -> None:
     """Make a layer quantize the activations of prompt tokens if all quantized sources say so."""
     matrix = module.quantized
-    found = {source.activations for source in sources if source.format is not None}
-    if matrix is None or "none" in found or not has_prompt_gemm(matrix):
-        return
-    is_static = found == {"static"} and matrix.scales is None
-    module.quantize_activations(prompt_tokens, matrix.words.new_zeros(1, dtype=torch.float32) if is_static else None)
+    if matrix is not None and _quantizes(matrix, sources):
+        module.quantize_activations(prompt_tokens, _activation_scale(matrix, sources))
+
+
+def _quantizes(matrix: QuantizedMatrix, sources: Sequence[Source]) -> bool:
+    """Return True if the inputs of a weight's prompt tokens are quantized."""
+    return has_prompt_gemm(matrix) and all(source.activations != "none" for source in sources if source.format)
+
+
+def _activation_scale(matrix: QuantizedMatrix, sources: Sequence[Source]) -> Tensor | None:
+    """Return a scale to be filled from the file; None if scales follow from the activations."""
+    is_static = {source.activations for source in sources if source.format} == {"static"} and matrix.scales is None
+    return matrix.words.new_zeros(1, dtype=torch.float32) if is_static else None
 
 
 def _kept_experts(
     module: StackedExperts,
     prefix: str,
-    weight: str,
     sources: Mapping[str, list[Source]],
     ranks: Ranks,
     device: torch.device,
+    prompt_tokens: PromptTokens | None,
 ) -> dict[str, QuantizedTarget]:
-    """Keep `weight` of a layer's experts quantized if it has the same form in all of them; return the targets."""
-    shape = tuple(getattr(module, weight).shape[1:])
-    names = [f"{prefix}.local_experts.{number}.{weight}.weight" for number in range(module.num_experts)]
-    of_experts = [sources.get(name, []) for name in names]
-    if len({tuple(source.format for source in of_expert) for of_expert in of_experts}) != 1:
-        return {}
-    kept = kept_form(shape, of_experts[0], ranks)
-    if kept is None or kept.num_plain:
-        return {}
-    module.keep_quantized(weight, kept.form, device)
-    stack = module.weight(weight)
-    assert isinstance(stack, QuantizedMatrix)
-    return {name: QuantizedTarget(stack[number]) for number, name in enumerate(names)}
+    """Keep weights of a layer's experts quantized if all experts have the same form of them; return the targets.
+
+    With expert parallelism, tokens of other ranks do not say whether they are of prompts, so none are quantized.
+    """
+    kept: dict[str, QuantizedMatrix] = {}
+    of_weights = {weight: _sources_of_experts(module, prefix, weight, sources) for weight in EXPERT_WEIGHTS}
+    for weight, of_experts in of_weights.items():
+        shape = tuple(getattr(module, weight).shape[1:])
+        first = next(iter(of_experts.values()))
+        if any([one.format for one in other] != [one.format for one in first] for other in of_experts.values()):
+            continue
+        form = kept_form(shape, first, ranks)
+        if form is not None and not form.num_plain:
+            module.keep_quantized(weight, form.form, device)
+            stack = module.weight(weight)
+            assert isinstance(stack, QuantizedMatrix)
+            kept[weight] = stack
+    all_sources = {weight: [*chain.from_iterable(of_weights[weight].values())] for weight in kept}
+    has_all = module.num_experts == module.config.num_moe_experts and len(kept) == len(EXPERT_WEIGHTS)
+    if prompt_tokens is not None and has_all and all(_quantizes(kept[name], all_sources[name]) for name in kept):
+        scales = {name: _activation_scale(matrix, all_sources[name]) for name, matrix in kept.items()}
+        module.quantize_activations(prompt_tokens, scales)
+    return {
+        name: QuantizedTarget(stack[number], None, getattr(module, f"{weight}_activation_scale"))
+        for weight, stack in kept.items()
+        for number, name in enumerate(of_weights[weight])
+    }
+
+
+def _sources_of_experts(
+    module: StackedExperts, prefix: str, weight: str, sources: Mapping[str, list[Source]]
+) -> dict[str, list[Source]]:
+    """Return the sources of a weight of each expert, by their keys in `sources`."""
+    names = (f"{prefix}.local_experts.{number}.{weight}.weight" for number in range(module.num_experts))
+    return {name: sources.get(name, []) for name in names}

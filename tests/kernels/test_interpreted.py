@@ -42,7 +42,7 @@ GROUPS = [
         "test_token_masks.py",
         "test_penalties.py",
     ],
-    ["test_prompt_gemm.py"],
+    ["test_prompt_gemm.py", "test_prompt_experts.py"],
     ["test_state_replay.py", "test_boundary_folds.py", "test_boundary_plan.py"],
     [
         "test_few_tokens.py",

@@ -61,7 +61,7 @@ def test_unusual_values_do_not_reach_other_tokens(device: str) -> None:
     assert not found[0].any() and not found[4].any()
     assert found[1].isnan().sum() == 1
     assert found[2, :32].isnan().all()
-    assert found[3].max() == pytest.approx(1e30, rel=2**-8)
+    assert found[3].max().item() == pytest.approx(1e30, rel=2**-8)
     assert torch.equal(found[2, 32:], torch.ones(32, device=device)) and torch.equal(found[5], found[3, 32:].repeat(2))
 
 
@@ -85,6 +85,7 @@ def test_product_equals_the_reference(
     with launches_expected(prompt_gemm, "_prompt_gemm_kernel", of_kernel=by_kernel, device=device):
         found = multiply_prompt_tokens(x, weight, out=padded[:num_tokens, :rows], uses_torch=uses_torch)
     assert padded[num_tokens:].eq(7).all() and padded[:, rows:].eq(7).all()
+    assert torch.equal(multiply_prompt_tokens(x, weight, out=torch.bfloat16, uses_torch=uses_torch), found)
     expected = multiply_prompt_tokens_ref(x, weight, torch.float64)
     # Tensor cores keep 14 bits or so of a product of FP8 numbers within 128 columns.
     sizes = x.dequantized(torch.float64).abs().sum(1, keepdim=True) * weight.dequantized(torch.float64).abs().max()

@@ -11,11 +11,15 @@ import torch
 import triton
 
 from megatron_mamba_cache.kernels.experts import (
+    coded_gemm_hopper,
+    prompt_experts,
+    prompt_gemm_hopper,
     quantized_experts,
     quantized_experts_hopper,
     quantized_pairs,
     quantized_sums,
 )
+from megatron_mamba_cache.kernels.experts.prompt_experts import grouped_prompt_gemm
 from megatron_mamba_cache.kernels.experts.quantized_experts import quantized_grouped_gemm
 from megatron_mamba_cache.kernels.experts.quantized_experts_hopper import (
     multiply_on_hopper as multiply_experts_on_hopper,
@@ -30,7 +34,11 @@ from megatron_mamba_cache.kernels.quantized import (
     one_token_gemm,
     prompt_gemm,
 )
-from megatron_mamba_cache.kernels.quantized.activations import ActivationScheme, quantize_activations
+from megatron_mamba_cache.kernels.quantized.activations import (
+    ActivationScheme,
+    QuantizedActivations,
+    quantize_activations,
+)
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
 from megatron_mamba_cache.kernels.quantized.few_token_hopper import multiply_on_hopper
 from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_tiles, hopper_tiles
@@ -147,7 +155,12 @@ def test_prompt_tokens_compile_once_for_any_number_of_them(
         x = quantize_activations(torch.empty(count, 2048, dtype=torch.bfloat16), scheme)
         multiply_prompt_tokens(x, matrix, out=torch.empty(count, 4096, dtype=torch.bfloat16))
     assert len(quantizing.compiled) == len(multiplying.compiled) == 1
-    for cubin in (quantizing.cubins[0], multiplying.cubins[0]):
+    for count in (16, 129):
+        quantize_activations(
+            torch.empty(count, 2048, dtype=torch.bfloat16), scheme, torch.zeros(count, 8, dtype=torch.int32)
+        )
+    assert len(quantizing.compiled) == 2
+    for cubin in (quantizing.cubins[0], quantizing.cubins[-1], multiplying.cubins[0]):
         assert spilled_bytes(cubin, tmp_path) == 0
     assert re.search(r"wgmma\.mma_async\.\S*\.e4m3\.e4m3", multiplying.ptx[0])
     assert "cvt.rn.satfinite.e4m3x2.f32" in quantizing.ptx[0]
@@ -197,6 +210,56 @@ def test_experts_compile_without_spills_whatever_tokens_choose(
         quantized_grouped_gemm(x, matrix, order, top_k=8, activation=activation)
     assert len(kernel.compiled) == 1
     assert spilled_bytes(kernel.cubins[0], tmp_path) == 0
+
+
+@pytest.mark.parametrize("on_hopper", [True, False])
+@pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
+@pytest.mark.parametrize("activation", ["none", "squared_relu", "gated_silu"])
+def test_experts_of_prompts_compile_once_without_spills(
+    form: str,
+    activation: str,
+    on_hopper: bool,
+    compile_for_hopper: Compile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = (
+        compile_for_hopper(prompt_gemm_hopper, "_prompt_gemm_kernel")
+        if on_hopper
+        else compile_for_hopper(prompt_experts, "_prompt_experts_kernel")
+    )
+    monkeypatch.setattr(prompt_experts, "launches_kernel", lambda tensor: True)
+    monkeypatch.setattr(prompt_experts, "_takes_hopper_kernel", lambda *arguments: on_hopper)
+    monkeypatch.setattr(prompt_gemm_hopper, "num_multiprocessors", lambda device: 132)
+    matrix = weight(form, 4, 1024, 512)
+    for num_pairs in (8, 64, 1024):
+        pairs, starts = torch.zeros(num_pairs, dtype=torch.int32), torch.full((5,), num_pairs, dtype=torch.int32)
+        order = ExpertOrder(pairs, pairs[:, None], starts)
+        codes = torch.empty(num_pairs, 512, dtype=torch.float8_e4m3fn)
+        groups = 1 if matrix.scales is None else 4
+        x = QuantizedActivations(codes, torch.empty(groups, num_pairs), 512 // groups, num_pairs)
+        grouped_prompt_gemm(x, matrix, order, activation, torch.bfloat16)
+    assert len(kernel.compiled) == 1
+    assert spilled_bytes(kernel.cubins[0], tmp_path) == 0
+    assert max(kernel.shared_bytes) <= 227 * 1024
+    assert re.search(r"wgmma\.mma_async\.\S*\.e4m3\.e4m3", kernel.ptx[0])
+
+
+def test_experts_with_nvfp4_compile_once_for_any_number_of_rows(
+    compile_for_hopper: Compile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = compile_for_hopper(coded_gemm_hopper, "_coded_gemm_kernel")
+    monkeypatch.setattr(quantized_experts, "launches_kernel", lambda tensor: True)
+    monkeypatch.setattr(quantized_experts, "_takes_long_tiles", lambda *arguments: True)
+    monkeypatch.setattr(coded_gemm_hopper, "num_multiprocessors", lambda device: 132)
+    matrix = weight("NVFP4", 4, 128, 128)
+    for num_tokens in (256, 1024):
+        pairs, starts = torch.zeros(num_tokens, dtype=torch.int32), torch.full((5,), num_tokens, dtype=torch.int32)
+        x = torch.empty(num_tokens, 128, dtype=torch.bfloat16)
+        quantized_grouped_gemm(x, matrix, ExpertOrder(pairs, pairs[:, None], starts), top_k=1, activation="gated_silu")
+    assert len(kernel.compiled) == 1
+    assert spilled_bytes(kernel.cubins[0], tmp_path) <= FEW_BYTES
+    assert max(kernel.shared_bytes) <= 227 * 1024
 
 
 @pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])

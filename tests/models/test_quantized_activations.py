@@ -11,8 +11,10 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache import build_engine
+from megatron_mamba_cache.kernels.activations import activated_ref
 from megatron_mamba_cache.kernels.quantized import product
 from megatron_mamba_cache.mcore.linear import QuantizableLinear, prompt_tokens_of
+from megatron_mamba_cache.mcore.stacked_experts import EXPERT_WEIGHTS, StackedExperts
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.tokenizers.hugging_face_tokenizer import load_tokenizer
 from tests.mcore.engine_runs import EngineRun
@@ -26,6 +28,7 @@ SHIPPED = Path(__file__).resolve().parents[2] / "megatron_mamba_cache" / "models
 GROUPS, TOKENS, TENSOR = "transformers F32", "compressed-tensors FP8 a row", "modelopt FP8"
 SCHEMES = [GROUPS, TOKENS, TENSOR]
 NAMES = ["nemotron_h-6", "qwen3_5-0"]
+WITH_EXPERTS = ["nemotron_h_moe-0", "qwen3_5_moe-0"]
 
 
 def checkpoint(name: str, kind: str, directory: Path) -> TinyCheckpoint:
@@ -79,6 +82,37 @@ def test_layers_quantize_prompt_tokens_only_by_the_scheme_of_the_file(name: str,
             assert not torch.equal(rest, exact[first:, 0, : expected.shape[1]])
             assert torch.equal(found[:, :, expected.shape[1] :], exact[:, :, expected.shape[1] :])
     assert shared.first is None
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("name", WITH_EXPERTS)
+def test_experts_quantize_prompt_tokens_only_by_the_scheme_of_the_file(name: str, kind: str, tmp_path: Path) -> None:
+    checkpoint(name, kind, tmp_path)
+    loaded = load_hugging_face(tmp_path)
+    shared = prompt_tokens_of(loaded.model)
+    layers = [module for module in loaded.model.modules() if isinstance(module, StackedExperts)]
+    assert shared is not None and any(layer.activations for layer in layers)
+    for layer in (layer for layer in layers if layer.activations):
+        first, second = (layer.weight(name) for name in EXPERT_WEIGHTS)
+        device = first.words.device
+        x = torch.randn(9, first.shape[2], device=device).bfloat16()
+        addend, shares = torch.randn_like(x), torch.rand(9, 2, device=device)
+        ids = torch.stack([torch.randperm(layer.num_experts, device=device)[:2] for _ in x]).to(torch.int32)
+        exact = layer(x, ids, shares, addend.clone)
+        for begin in (0, 4, 9):
+            with shared.beginning_at(begin), torch.inference_mode():
+                found = layer(x, ids, shares, addend.clone)
+            assert torch.equal(found[:begin], exact[:begin])
+            assert begin == 9 or not torch.equal(found[begin:], exact[begin:])
+            expected = addend.double()
+            for slot in range(2):
+                chosen, given = ids[:, slot].long(), quantized_by_definition(x, kind)
+                inner = torch.einsum("ti,toi->to", given, first.dequantized(torch.float64)[chosen])
+                inner = activated_ref(inner, layer._activation).bfloat16()
+                given = quantized_by_definition(inner, kind)
+                rows = torch.einsum("ti,toi->to", given, second.dequantized(torch.float64)[chosen])
+                expected = expected + shares[:, slot, None] * rows
+            assert ((found.double() - expected)[begin:].abs() <= 2**-6 * expected.abs().max()).all()
 
 
 @pytest.mark.parametrize(
@@ -166,7 +200,7 @@ def test_each_prompt_token_is_quantized_once_and_no_decode_token_is(num_drafts: 
 
 
 @pytest.mark.parametrize("kind", SCHEMES)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES + WITH_EXPERTS)
 def test_hits_branches_and_chunks_change_no_token(name: str, kind: str, tmp_path: Path) -> None:
     case = checkpoint(name, kind, tmp_path)
     loaded = load_hugging_face(tmp_path)

@@ -19,7 +19,7 @@ DEPTH = 64
 GROUPS = gl.constexpr(2)
 """Number of warp groups that multiply one tile."""
 MOST_ROWS = gl.constexpr(gemm_tiles.MOST_ROWS)
-_LINES_OF_ROWS = gl.constexpr(256)
+LINES_OF_ROWS = gl.constexpr(256)
 """Number of rows allocated per stage; the last stage has only MOST_ROWS, to leave shared memory for results."""
 
 
@@ -31,7 +31,8 @@ class Sizes:
     first NUM_WIDE have UNITS units (2 or 3), the rest have UNITS - 1. From one row tile to the next, the first output
     tile advances by TURN. A tile's inputs fill STEPS stages; the pipeline has STAGES stages. DIVISOR is the number of
     experts per token if rows are gathered from tokens, else 0. If AHEAD, weights are loaded without waiting for the
-    previous kernel; only the loads of rows wait.
+    previous kernel; only the loads of rows wait. If IS_CODED, weights are decoded from NVFP4 codes, and sums are
+    multiplied by factors.
     """
 
     UNITS: gl.constexpr
@@ -46,11 +47,13 @@ class Sizes:
     DIVISOR: gl.constexpr
     AHEAD: gl.constexpr
     OVERLAPS: gl.constexpr
+    IS_CODED: gl.constexpr
 
     @gluon.constexpr_function
     def __init__(
-        self, UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS
-    ):
+        self, UNITS, NUM_WIDE, PER_UNIT, TILES, TURN, STAGES, STEPS, OUTPUTS, ACTIVATION, DIVISOR, AHEAD, OVERLAPS,
+        IS_CODED=False,
+    ):  # fmt: skip
         self.UNITS = gl.constexpr(UNITS)
         self.NUM_WIDE = gl.constexpr(NUM_WIDE)
         self.PER_UNIT = gl.constexpr(PER_UNIT)
@@ -63,6 +66,7 @@ class Sizes:
         self.DIVISOR = gl.constexpr(DIVISOR)
         self.AHEAD = gl.constexpr(AHEAD)
         self.OVERLAPS = gl.constexpr(OVERLAPS)
+        self.IS_CODED = gl.constexpr(IS_CODED)
 
 
 @aggregate
@@ -105,7 +109,11 @@ class TilePipeline:
 
 @gluon.jit
 def allocate_pipeline(weight, rows32, sizes):
-    """Allocate the pipeline with all stages empty; call it before warp specialization."""
+    """Allocate the pipeline with all stages empty; call it before warp specialization.
+
+    Args:
+        weight: TMA descriptor of weights; not used if `sizes.IS_CODED`.
+    """
     # A stage is full after one arrival for weights, plus one for TMA rows or 128 (one per thread) for gathered rows.
     ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 1
     BOXES: gl.constexpr = first_weights(sizes) // (32 * LINE)
@@ -113,7 +121,7 @@ def allocate_pipeline(weight, rows32, sizes):
     rows = gl.allocate_shared_memory(gl.bfloat16, [BOXES, 32, 64], rows32.layout)
     weights = gl.allocate_shared_memory(gl.bfloat16, [UNITS, 64, 64], rows32.layout)
     pipeline = TilePipeline(
-        reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
+        weights if sizes.IS_CODED else reinterpret(weights, gl.bfloat16, [UNITS] + weight.block_shape, weight.layout),  # noqa: RUF005
         rows,
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
@@ -129,14 +137,14 @@ def allocate_pipeline(weight, rows32, sizes):
 @gluon.constexpr_function
 def first_weights(sizes):
     """Return the byte offset of the weights from the start of the rows in shared memory."""
-    return ((sizes.STAGES - 1) * _LINES_OF_ROWS + MOST_ROWS) * LINE
+    return ((sizes.STAGES - 1) * LINES_OF_ROWS + MOST_ROWS) * LINE
 
 
 @gluon.jit
 def offsets_of_stage(stage, sizes):
     """Return the byte offsets of a stage's weights and rows, relative to the start of the pipeline."""
     weights = first_weights(sizes) + stage * (sizes.UNITS * 64 * LINE)
-    return weights, stage * (_LINES_OF_ROWS * LINE)
+    return weights, stage * (LINES_OF_ROWS * LINE)
 
 
 @gluon.jit
@@ -153,6 +161,17 @@ def find_tile(tiles, number, num_tiles, sizes):
 def find_unit(outputs, sizes):
     """Return the index of the first unit in an output tile."""
     return outputs * sizes.UNITS - gl.maximum(outputs - sizes.NUM_WIDE, 0)
+
+
+@gluon.jit
+def row_of_unit(expert, unit, line, sizes):
+    """Return the rows of the weights of all experts that are the lines, 0 to 63, of a unit; within the expert."""
+    if sizes.ACTIVATION == "gated_silu":
+        output = gl.minimum(unit * sizes.PER_UNIT + line // 16 * 8 + line % 8, sizes.OUTPUTS - 1)
+        row = expert * (2 * sizes.OUTPUTS) + line // 8 % 2 * sizes.OUTPUTS + output
+    else:
+        row = expert * sizes.OUTPUTS + gl.minimum(unit * sizes.PER_UNIT + line, sizes.OUTPUTS - 1)
+    return row
 
 
 @gluon.jit
@@ -174,7 +193,7 @@ def _copy_weights(weight, pipeline, stage, tile, begin, sizes):
 
 
 @gluon.jit
-def _copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
+def copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
     """Start the TMA copy of a tile's rows in boxes of 32; the stage's `full` barrier signals its completion.
 
     The last box may include rows of other experts, or zeros after the end of `rows32`; their results are not stored.
@@ -185,7 +204,7 @@ def _copy_rows(rows32, pipeline, stage, first, num_boxes, begin):
         mbarrier.expect(full, boxes * 32 * 64 * 2, pred=num_boxes == boxes)
     for i in gl.static_range(MOST_BOXES):
         if i < num_boxes:
-            load_tile(rows32, [first + 32 * i, begin], full, pipeline.rows.index(stage * (_LINES_OF_ROWS // 32) + i))
+            load_tile(rows32, [first + 32 * i, begin], full, pipeline.rows.index(stage * (LINES_OF_ROWS // 32) + i))
 
 
 @gluon.jit
@@ -215,12 +234,12 @@ def fill_with_rows(rows32, pipeline, tiles, sizes):
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
             mbarrier.wait(pipeline.empty.index(stage), ((step + k) // sizes.STAGES & 1) ^ 1)
-            _copy_rows(rows32, pipeline, stage, tile.first, num_boxes, k * 64)
+            copy_rows(rows32, pipeline, stage, tile.first, num_boxes, k * 64)
         step += sizes.STEPS
 
 
 @gluon.jit
-def _row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
+def row_offsets(x_stride, pairs, first, last, DIVISOR: gl.constexpr):
     """Return the offsets in `x` of 64 inputs of 32 rows, [32, 64]; rows past the end repeat the last row."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.minimum(first + gl.arange(0, 32, layout=gl.SliceLayout(1, LAYOUT)), last - 1)
@@ -239,7 +258,7 @@ def gather(weight, x, x_stride, pairs, pipeline, tiles, sizes):
         num_pieces = (tile.last - tile.first + 31) // 32
         offsets = ()
         for i in gl.static_range(PIECES):
-            piece = _row_offsets(x_stride, pairs, tile.first + 32 * i, tile.last, sizes.DIVISOR)
+            piece = row_offsets(x_stride, pairs, tile.first + 32 * i, tile.last, sizes.DIVISOR)
             offsets = offsets + (piece,)  # type: ignore[assignment]  # noqa: RUF005 (Gluon unpacks nothing)
         for k in range(sizes.STEPS):
             stage = (step + k) % sizes.STAGES
@@ -247,6 +266,6 @@ def gather(weight, x, x_stride, pairs, pipeline, tiles, sizes):
             _copy_weights(weight, pipeline, stage, tile, k * 64, sizes)
             for i in gl.static_range(PIECES):
                 if i < num_pieces:
-                    copy_gathered(pipeline.rows.index(stage * (_LINES_OF_ROWS // 32) + i), x + k * 64 + offsets[i])
+                    copy_gathered(pipeline.rows.index(stage * (LINES_OF_ROWS // 32) + i), x + k * 64 + offsets[i])
             async_copy.mbarrier_arrive(pipeline.full.index(stage), increment_count=False)
         step += sizes.STEPS

@@ -72,22 +72,32 @@ def takes_long_tiles(x: Tensor, weight: Tensor, num_pairs: int, *, is_gathered: 
     Its long tiles read an expert's weights once per 224 rows, even if tokens are distributed unevenly over experts.
     With very many rows per expert, tiles of 128 rows are filled equally well and gather rows faster.
     """
-    mean_rows = num_pairs / weight.shape[0]
-    if weight.dtype != torch.bfloat16 or mean_rows <= _FEWEST_ROWS or weight.shape[1] < _FEWEST_WEIGHTS:
+    fits = fits_long_tiles(x, weight.shape, num_pairs / weight.shape[0], is_gathered=is_gathered, is_gated=is_gated)
+    return weight.dtype == torch.bfloat16 and fits and can_load_boxes(weight)
+
+
+def fits_long_tiles(x: Tensor, shape: tuple[int, ...], mean_rows: float, *, is_gathered: bool, is_gated: bool) -> bool:
+    """Return True if a kernel with long tiles supports rows `x` and weights of this shape, and is worthwhile."""
+    if mean_rows <= _FEWEST_ROWS or shape[1] < _FEWEST_WEIGHTS:
         return False
     if is_gathered and (mean_rows > _MOST_GATHERED_ROWS or x.shape[0] * x.stride(0) >= 2**31):
         return False  # the kernel has 32-bit row offsets
-    if is_gated and weight.shape[1] % (2 * _GATED_OUTPUTS) != 0:
+    if is_gated and shape[1] % (2 * _GATED_OUTPUTS) != 0:
         return False
-    is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and x.shape[1] % _STAGE_INPUTS == 0
-    return is_aligned and can_load_boxes(weight) and has_tested_gluon()
+    is_aligned = x.stride(0) % 8 == 0 and x.data_ptr() % 16 == 0 and shape[2] % _STAGE_INPUTS == 0
+    return is_aligned and has_tested_gluon()
 
 
 def can_load_boxes(weight: Tensor) -> bool:
     """Return True if TMA can load the weights: on a Hopper GPU, with 16-byte alignment."""
-    if INTERPRETED or not weight.is_cuda or not is_hopper(weight.device):
+    if not loads_boxes_on(weight):
         return False
     return weight.shape[2] * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0
+
+
+def loads_boxes_on(tensor: Tensor) -> bool:
+    """Return True if the tensor's device has TMA and kernels are not interpreted."""
+    return not INTERPRETED and tensor.is_cuda and is_hopper(tensor.device)
 
 
 MOST_ROWS = 224
@@ -140,7 +150,7 @@ def tile_rows(starts: Tensor, num_rows: int, most_rows: int = MOST_ROWS, row_ste
     Args:
         starts: [experts + 1] int32: each expert's first row, then the number of rows; see `ExpertOrder`.
         num_rows: Upper bound for `starts[-1]`.
-        most_rows, row_step: Maximum length of a tile, and the number that divides all lengths but the last one's.
+        most_rows, row_step: Maximum number of rows per tile, and granularity of the tiles' lengths.
 
     Returns:
         [1 + maximum number of tiles, 4] int32. Entry [0, 0] is the number of tiles. Entries [1 + i, :3] are tile i's

@@ -34,14 +34,17 @@ from .gemm_pipeline import (
     find_unit,
     gather,
     offsets_of_stage,
+    row_of_unit,
 )
 from .reference_experts import ExpertOrder
-from .wgmma import LINE, ROW_STEP, await_mma, begin_mma, no_sums
+from .wgmma import LINE, ROW_STEP, SUMS_LAYOUT, await_mma, begin_mma, no_sums
 
 _STAGES = 4
 _MULTIPLY_REGISTERS = 208
 """Registers per thread in the multiplying warps, of which 168 hold sums."""
 _FILL_REGISTERS = 88
+CODED_SCALE = gl.constexpr(65536.0)
+"""By which products of codes and scales are too small: scales are times 2^110, and codes times 2^-126."""
 _FEW_ROWS = 64
 """Mean number of rows per expert up to which loading weights limits the GEMM."""
 
@@ -60,8 +63,10 @@ def _activate(total, ACTIVATION: gl.constexpr):
 
 
 @gluon.jit
-def _put(out, total, first, last, column, sizes):
-    """Apply the activation and store ROW_STEP rows from `first` on; rows from `last` on are not stored."""
+def _put(out, total, factor, first, last, column, sizes):
+    """Apply factors and the activation and store ROW_STEP rows from `first` on; rows from `last` on are not stored."""
+    if sizes.IS_CODED:
+        total *= factor[:, None]
     WIDTH: gl.constexpr = sizes.PER_UNIT
     LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [WIDTH // 32, 1024 // WIDTH], [4, 1], [0, 1])
     result = gl.convert_layout(_activate(total, sizes.ACTIVATION).to(gl.bfloat16), LAYOUT)
@@ -72,6 +77,17 @@ def _put(out, total, first, last, column, sizes):
 
 
 @gluon.jit
+def _load_factors(factors, expert, unit, sizes):
+    """Return the factors of a unit's weights, [64], if weights are coded."""
+    if sizes.IS_CODED:
+        line = gl.arange(0, 64, layout=gl.SliceLayout(1, SUMS_LAYOUT))
+        found = gl.load(factors + row_of_unit(expert, unit, line, sizes)) * CODED_SCALE
+    else:
+        found = 1
+    return found
+
+
+@gluon.jit
 def _release(pipeline, step, sizes):
     """Signal that the pipeline stage used by a step is free."""
     mbarrier.arrive(pipeline.empty.index(step % sizes.STAGES), count=1)
@@ -79,14 +95,14 @@ def _release(pipeline, step, sizes):
 
 @gluon.jit
 def _compute_tile(
-    pipeline, step, out, first, last, column, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
+    pipeline, step, out, factors, tile, sizes, GROUP: gl.constexpr, UNITS: gl.constexpr, STEPS: gl.constexpr
 ):
     """Multiply this group's share of 64 * UNITS rows of weights by up to 32 * STEPS rows, and store the results."""
     OWN: gl.constexpr = GROUPS * STEPS if UNITS >= GROUPS else 0
     SHARED: gl.constexpr = STEPS if UNITS % GROUPS else 0
     UNIT: gl.constexpr = 64 * LINE
     gl.static_assert(UNITS <= GROUPS + 1)
-    half = GROUP * STEPS * ROW_STEP
+    first, last, half = tile.first, tile.last, GROUP * STEPS * ROW_STEP
     sums = no_sums(OWN + SHARED)
     for k in range(step, step + sizes.STEPS):
         stage = k % sizes.STAGES
@@ -101,15 +117,19 @@ def _compute_tile(
             _release(pipeline, k - 1, sizes)
     sums = await_mma(sums, 0, OWN + SHARED)
     _release(pipeline, step + sizes.STEPS - 1, sizes)
-    own_column, shared_column = column + GROUP * sizes.PER_UNIT, column + (UNITS - 1) * sizes.PER_UNIT
-    for i in gl.static_range(OWN):
-        _put(out, sums[i], first + ROW_STEP * i, last, own_column, sizes)
-    for i in gl.static_range(SHARED):
-        _put(out, sums[OWN + i], first + half + ROW_STEP * i, last, shared_column, sizes)
+    own, shared = find_unit(tile.outputs, sizes) + GROUP, find_unit(tile.outputs, sizes) + UNITS - 1
+    if OWN > 0:
+        factor = _load_factors(factors, tile.expert, own, sizes)
+        for i in gl.static_range(OWN):
+            _put(out, sums[i], factor, first + ROW_STEP * i, last, own * sizes.PER_UNIT, sizes)
+    if SHARED > 0:
+        factor = _load_factors(factors, tile.expert, shared, sizes)
+        for i in gl.static_range(SHARED):
+            _put(out, sums[OWN + i], factor, first + half + ROW_STEP * i, last, shared * sizes.PER_UNIT, sizes)
 
 
 @gluon.jit
-def _multiply_tiles(pipeline, tiles, out, sizes, GROUP: gl.constexpr):
+def multiply_tiles(pipeline, tiles, out, factors, sizes, GROUP: gl.constexpr):
     """Compute this warp group's share of the program's tiles; runs on four warps."""
     PER_STEP: gl.constexpr = GROUPS * ROW_STEP
     num_tiles = gl.load(tiles) * sizes.TILES
@@ -117,16 +137,14 @@ def _multiply_tiles(pipeline, tiles, out, sizes, GROUP: gl.constexpr):
     step = 0
     for number in range(gl.program_id(0), num_tiles, gl.num_programs(0)):
         following = find_tile(tiles, number + gl.num_programs(0), num_tiles, sizes)  # loaded early to hide latency
-        first, last = tile.first, tile.last
-        column = find_unit(tile.outputs, sizes) * sizes.PER_UNIT
         for STEPS in gl.static_range(1, MOST_ROWS // PER_STEP + 1):
-            if (last - first + PER_STEP - 1) // PER_STEP == STEPS:
+            if (tile.last - tile.first + PER_STEP - 1) // PER_STEP == STEPS:
                 if sizes.NUM_WIDE == sizes.TILES:  # noqa: SIM114 (a compile-time branch)
-                    _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
+                    _compute_tile(pipeline, step, out, factors, tile, sizes, GROUP, sizes.UNITS, STEPS)
                 elif tile.outputs < sizes.NUM_WIDE:
-                    _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS, STEPS)
+                    _compute_tile(pipeline, step, out, factors, tile, sizes, GROUP, sizes.UNITS, STEPS)
                 else:
-                    _compute_tile(pipeline, step, out, first, last, column, sizes, GROUP, sizes.UNITS - 1, STEPS)
+                    _compute_tile(pipeline, step, out, factors, tile, sizes, GROUP, sizes.UNITS - 1, STEPS)
         step += sizes.STEPS
         tile = following
 
@@ -142,12 +160,12 @@ def _gemm_kernel(
     pipeline = allocate_pipeline(weight, rows32, sizes)
     if not AHEAD:
         await_then_release(OVERLAPS)
-    first, second = (pipeline, tiles, out, sizes, 0), (pipeline, tiles, out, sizes, 1)
+    first, second = (pipeline, tiles, out, out, sizes, 0), (pipeline, tiles, out, out, sizes, 1)
     if DIVISOR > 0:
         gl.warp_specialize(
             [
-                (_multiply_tiles, first),
-                (_multiply_tiles, second),
+                (multiply_tiles, first),
+                (multiply_tiles, second),
                 (gather, (weight, x, x_stride, pairs, pipeline, tiles, sizes)),
             ],
             [4, 4],
@@ -156,8 +174,8 @@ def _gemm_kernel(
     else:
         gl.warp_specialize(
             [
-                (_multiply_tiles, first),
-                (_multiply_tiles, second),
+                (multiply_tiles, first),
+                (multiply_tiles, second),
                 (fill_with_weights, (weight, pipeline, tiles, sizes)),
                 (fill_with_rows, (rows32, pipeline, tiles, sizes)),
             ],
@@ -188,12 +206,12 @@ def multiply_on_hopper(
     outputs, per_unit = out.shape[1], 32 if is_gated else 64
     num_units = triton.cdiv(outputs, per_unit)
     num_programs = num_multiprocessors(x.device)
-    units = _units_of_a_tile(num_units, len(weight), num_programs, len(order.pairs) / len(weight))
+    units = units_of_a_tile(num_units, len(weight), num_programs, len(order.pairs) / len(weight))
     tiles_of_outputs = triton.cdiv(num_units, units)
     most_tiles = (len(order.tiles) - 1) * tiles_of_outputs
     _gemm_kernel[(min(num_programs, most_tiles),)](
-        weight=_describe_gated(weight) if is_gated else _describe(weight.flatten(0, 1), 64),
-        rows32=_describe(x, 32),
+        weight=_describe_gated(weight) if is_gated else describe(weight.flatten(0, 1), 64),
+        rows32=describe(x, 32),
         x=x,
         pairs=order.pairs,
         tiles=order.tiles,
@@ -218,7 +236,7 @@ def multiply_on_hopper(
     )
 
 
-def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
+def units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
     """Return the number of units (64 rows of weights) per output tile: 2 or 3.
 
     Tiles of 3 units read rows less often, but need enough tiles to fill the GPU. If num_units % 3 is 1, they leave two
@@ -230,7 +248,7 @@ def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_r
     return 2 if num_units % 3 == 1 and mean_rows > _FEW_ROWS else 3
 
 
-def _describe(matrix: Tensor, rows: int) -> TensorDescriptor:
+def describe(matrix: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(matrix, [rows, DEPTH], _layout(2))
 
 

@@ -1,8 +1,9 @@
-"""Routed experts with FP8 weights that stay codes, for tokens few enough that reading them takes most of the time.
+"""Routed experts with weights that stay codes: FP8 and NVFP4 for few tokens, NVFP4 on Hopper for many, too.
 
 Layout and grid as in `grouped_gemm`: a program computes a tile of one expert's rows, and WIDTH outputs. Codes are
 multiplied as in `few_token_gemm`, each read once for a tile of rows. A token's bits depend on the tile's length, which
-the number of pairs gives, not on other tokens. Graph safe: no host sync, no atomics.
+the number of pairs gives, not on other tokens. With more rows, `coded_gemm_hopper` computes NVFP4; a caller dequantizes
+other weights. Graph safe: no host sync, no atomics.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,9 @@ from ..quantized.code_tiles import sum_inputs, sum_nvfp4_inputs
 from ..quantized.few_token_gemm import has_kernel, scales_of_kernel
 from ..quantized.few_token_tiles import words_of_tile
 from ..quantized.quantized_matrix import RUN, QuantizedMatrix
+from .coded_gemm_hopper import multiply_codes_on_hopper
 from .expert_order import order_by_expert
+from .gemm_tiles import fits_long_tiles, loads_boxes_on
 from .grouped_gemm import tile_of
 from .overlapped_expert import OverlappedExpert
 from .pair_gemms import FEW_TOKENS
@@ -105,12 +108,24 @@ def _quantized_experts_kernel(
 
 
 def can_multiply_quantized(x: Tensor, num_pairs: int, *weights: QuantizedMatrix | Tensor) -> bool:
-    """Return True if `quantized_grouped_gemm` launches its kernel for these weights, and is the fastest."""
+    """Return True if `quantized_grouped_gemm` launches a kernel for these weights, and is the fastest."""
     return (
         launches_kernel(x)
         and x.dtype is torch.bfloat16
-        and num_pairs <= _MOST_MEAN_ROWS * weights[0].shape[0]
         and all(isinstance(weight, QuantizedMatrix) and _has_kernel(x, weight, num_pairs) for weight in weights)
+        and (num_pairs <= _MOST_MEAN_ROWS * weights[0].shape[0] or _takes_long_tiles(x, num_pairs, *weights))  # type: ignore[arg-type]
+    )
+
+
+def _takes_long_tiles(x: Tensor, num_pairs: int, *weights: QuantizedMatrix) -> bool:
+    """Return True if `coded_gemm_hopper` multiplies rows by these weights, the first of which may be gated."""
+    mean_rows = num_pairs / weights[0].shape[0]
+    return mean_rows > _MOST_MEAN_ROWS and all(
+        weight.code_bits == 4
+        and weight.factors is not None
+        and fits_long_tiles(x, weight.shape, mean_rows, is_gathered=True, is_gated=True)
+        and loads_boxes_on(x)
+        for weight in weights
     )
 
 
@@ -156,6 +171,9 @@ def quantized_grouped_gemm(
     num_rows, outputs = len(order.pairs), rows // (2 if activation == "gated_silu" else 1)
     out = torch.empty(num_rows, outputs, dtype=x.dtype, device=x.device)
     if out.numel() == 0:
+        return out
+    if _takes_long_tiles(x, num_rows, weight):
+        multiply_codes_on_hopper(x, weight, order, out, top_k=top_k, activation=activation)
         return out
     if can_multiply_on_hopper(x, weight, num_rows, activation):
         multiply_on_hopper(x, weight, order, out, top_k=top_k, activation=activation, follows_first=follows_first)

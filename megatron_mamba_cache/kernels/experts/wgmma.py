@@ -15,7 +15,8 @@ ROW_STEP = gl.constexpr(16)
 """Number of token rows per tensor of sums."""
 LINE = gl.constexpr(128)
 """Size in bytes of a line in shared memory, which holds 64 bf16 inputs with 128-byte swizzling."""
-_STEP_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+SUMS_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 16, 16]))
+"""Layout of a tensor of sums [64, 16]."""
 _REGISTERS = gl.constexpr(8)
 """Number of registers per thread for one tensor of sums."""
 
@@ -62,7 +63,7 @@ def _types(COUNT):
 @gluon.jit
 def no_sums(COUNT: gl.constexpr):
     """Return a tuple of COUNT zero tensors [64, 16], in which sums are accumulated."""
-    return (gl.zeros([64, ROW_STEP], gl.float32, layout=_STEP_LAYOUT),) * COUNT
+    return (gl.zeros([64, ROW_STEP], gl.float32, layout=SUMS_LAYOUT),) * COUNT
 
 
 @gluon.jit

@@ -1,6 +1,6 @@
 """Quantize the activations of prompt tokens to FP8 (e4m3), in the order in which quantized weights have their columns.
 
-A scale belongs to a group of columns of one token, to a whole token, or to all tokens. Grid: (groups, tiles of tokens).
+A scale belongs to a group of columns of one token, to a whole token, or to all tokens. Grid: (tiles of tokens, groups).
 A program reads its columns twice, for the scale and for the codes; the second time from a cache. Graph safe: no host
 sync.
 """
@@ -77,15 +77,28 @@ def _code(values, inverse, GREATEST: tl.constexpr):
     return _code_bits(scaled).to(tl.float8e4nv, bitcast=True) if _IS_INTERPRETED else scaled.to(tl.float8e4nv)
 
 
+@triton.jit
+def _target(positions, row, copy, num_tokens, num_rows, COPIES: tl.constexpr, HAS_POSITIONS: tl.constexpr):
+    """Return the rows of the result to which tokens are written; -1 for none."""
+    if HAS_POSITIONS:
+        found = tl.load(positions + row * COPIES + copy, mask=row < num_tokens, other=-1)
+    else:
+        found = tl.where(row < num_rows, row, -1)
+    return found
+
+
 @triton.jit(do_not_specialize=["num_tokens", "num_rows"])
 def _quantize_kernel(
     x,
     fixed_scale,
+    positions,
     codes,
     scales,
     x_stride,
     num_tokens,
     num_rows,
+    COPIES: tl.constexpr,
+    HAS_POSITIONS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPAN: tl.constexpr,
     IS_FIXED: tl.constexpr,
@@ -97,8 +110,8 @@ def _quantize_kernel(
 ):
     """Quantize SPAN columns of each token of a tile; they share a scale. Long because of its arguments."""
     HALF: tl.constexpr = WIDTH // 2
-    row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
-    first = tl.program_id(0) * SPAN
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first = tl.program_id(1) * SPAN
     pair = tl.arange(0, HALF)
     low = pair // RUN * (2 * RUN) + pair % RUN
     tokens = x + row.to(tl.int64)[:, None] * x_stride
@@ -122,13 +135,17 @@ def _quantize_kernel(
         highs = tl.load(tokens + of_low[None, :] + RUN, mask=is_here, other=0).to(tl.float32)
         joined = tl.join(_code(lows, inverse, GREATEST), _code(highs, inverse, GREATEST))
         column = begin + tl.arange(0, WIDTH)
-        is_stored = (row < num_rows)[:, None] & ((column < COLUMNS) & (column < first + SPAN))[None, :]
-        pointers = codes + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-        tl.store(pointers, tl.reshape(joined, [ROWS, WIDTH]), mask=is_stored)
-    tl.store(scales + tl.program_id(0).to(tl.int64) * num_rows + row, scale, mask=row < num_rows)
+        is_column = ((column < COLUMNS) & (column < first + SPAN))[None, :]
+        for copy in tl.static_range(COPIES):
+            target = _target(positions, row, copy, num_tokens, num_rows, COPIES, HAS_POSITIONS)
+            pointers = codes + target.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+            tl.store(pointers, tl.reshape(joined, [ROWS, WIDTH]), mask=(target >= 0)[:, None] & is_column)
+    for copy in tl.static_range(COPIES):
+        target = _target(positions, row, copy, num_tokens, num_rows, COPIES, HAS_POSITIONS)
+        tl.store(scales + tl.program_id(1).to(tl.int64) * num_rows + target, scale, mask=target >= 0)
 
 
-def quantize_activations(x: Tensor, scheme: ActivationScheme) -> QuantizedActivations:
+def quantize_activations(x: Tensor, scheme: ActivationScheme, positions: Tensor | None = None) -> QuantizedActivations:
     """Return tokens quantized by a scheme. Long because the kernel's arguments are named one by one.
 
     A scale is the greatest magnitude of its columns, NaN not counted, divided by 448. A code is its value divided by
@@ -136,6 +153,8 @@ def quantize_activations(x: Tensor, scheme: ActivationScheme) -> QuantizedActiva
 
     Args:
         x: [tokens, columns]; columns contiguous, whole runs of codes.
+        positions: [tokens, copies] int32: rows of the result that are a token, -1 for none. Other rows are undefined.
+            None: the rows are the tokens.
 
     Raises:
         ValueError: If the columns are not whole runs of 32.
@@ -147,20 +166,24 @@ def quantize_activations(x: Tensor, scheme: ActivationScheme) -> QuantizedActiva
     if columns % (2 * RUN) or span % (2 * RUN):
         raise ValueError(f"need columns and groups in runs of {2 * RUN}, found {columns} columns in groups of {span}")
     if not launches_kernel(x) or x.dtype is torch.float64 or not num_tokens:
-        return quantize_activations_ref(x, scheme)
+        return quantize_activations_ref(x, scheme, positions)
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_rows = _padded(num_tokens)
+    num_copied = num_tokens if positions is None else positions.numel()
+    num_rows = _padded(num_copied)
     codes = torch.empty(num_rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(triton.cdiv(columns, span), num_rows, dtype=torch.float32, device=x.device)
     rows, width = (1, 1024) if span > 512 else (16, triton.next_power_of_2(span))
-    _quantize_kernel[(len(scales), triton.cdiv(num_rows, rows))](
+    _quantize_kernel[(triton.cdiv(num_rows if positions is None else num_tokens, rows), len(scales))](
         x=x,
         fixed_scale=scales if scheme.scale is None else scheme.scale,
+        positions=x if positions is None else positions,
         codes=codes,
         scales=scales,
         x_stride=x.stride(0),
         num_tokens=num_tokens,
         num_rows=num_rows,
+        COPIES=1 if positions is None else positions.shape[1],
+        HAS_POSITIONS=positions is not None,
         COLUMNS=columns,
         SPAN=span,
         IS_FIXED=scheme.scale is not None,
@@ -172,11 +195,18 @@ def quantize_activations(x: Tensor, scheme: ActivationScheme) -> QuantizedActiva
         num_warps=4,
         enable_fp_fusion=True,
     )
-    return QuantizedActivations(codes, scales, span, num_tokens)
+    return QuantizedActivations(codes, scales, span, num_copied)
 
 
-def quantize_activations_ref(x: Tensor, scheme: ActivationScheme) -> QuantizedActivations:
+def quantize_activations_ref(
+    x: Tensor, scheme: ActivationScheme, positions: Tensor | None = None
+) -> QuantizedActivations:
     """Torch twin of `quantize_activations`, to the bit."""
+    if positions is not None:
+        rows = x.new_zeros(positions.numel(), x.shape[1])
+        is_row = positions.flatten() >= 0
+        rows[positions.flatten()[is_row].long()] = x.repeat_interleave(positions.shape[1], dim=0)[is_row]
+        x = rows
     num_tokens, columns = x.shape
     span = columns if scheme.columns is None else scheme.columns
     num_rows, num_groups = _padded(num_tokens), -(-columns // span)
@@ -185,7 +215,8 @@ def quantize_activations_ref(x: Tensor, scheme: ActivationScheme) -> QuantizedAc
     groups = values.view(num_rows, num_groups, span)
     if scheme.scale is None:
         amax = groups.abs().masked_fill(groups.isnan(), 0).amax(-1).clamp_min(SMALLEST_AMAX)
-        scales, inverse = amax / GREATEST_CODE, torch.full_like(amax, GREATEST_CODE) / amax
+        greatest = torch.full_like(amax, GREATEST_CODE)  # on CUDA, torch multiplies by the reciprocal of a number
+        scales, inverse = amax / greatest, greatest / amax
     else:
         scales = scheme.scale.expand(num_rows, num_groups)
         inverse = torch.ones_like(scales) / scales

@@ -12,7 +12,6 @@ from ..kernel_launches import INTERPRETED
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
-
 DECODE_PAIRS = tl.constexpr(
     """{
     .reg .b32 low, high, factor;
@@ -84,12 +83,7 @@ def nvfp4_scales(scales):
         pairs = found
     else:
         pairs = tl.inline_asm_elementwise(
-            NVFP4_SCALES,
-            "=r,=r,=r,=r,r",
-            [scales],
-            dtype=(tl.int32, tl.int32, tl.int32, tl.int32),
-            is_pure=True,
-            pack=1,
+            NVFP4_SCALES, "=r,=r,=r,=r,r", [scales], dtype=(tl.int32,) * 4, is_pure=True, pack=1
         )
     return pairs
 
@@ -111,7 +105,7 @@ A multiplication moves copies of a code, of which one has its sign in place and 
 
 
 @triton.jit
-def _of_words(scales, RUN: tl.constexpr):
+def of_words(scales, RUN: tl.constexpr):
     """Repeat what each run has, [rows, runs], for its words."""
     ROWS: tl.constexpr = scales.shape[0]
     RUNS: tl.constexpr = scales.shape[1]
@@ -291,7 +285,7 @@ def sum_nvfp4_inputs(
         fours = tl.load(of_rows + word // RUN, mask=is_inside[None, :], other=0)
         first, second, third, fourth = nvfp4_scales(fours)
         weights = decoded_quads(
-            found, _of_words(first, RUN), _of_words(second, RUN), _of_words(third, RUN), _of_words(fourth, RUN)
+            found, of_words(first, RUN), of_words(second, RUN), of_words(third, RUN), of_words(fourth, RUN)
         )
         for number in tl.static_range(4):
             given = load_inputs(inputs + 4 * word + number * RUN, is_token, word, element, LENGTH, DEPTH)

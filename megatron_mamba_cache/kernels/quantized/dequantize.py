@@ -9,10 +9,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..kernel_language import appended
 from ..kernel_launches import launches_kernel
+from .code_tiles import decoded_quads, nvfp4_scales, of_words
 from .quantized_matrix import RUN, QuantizedMatrix
 
-_ROWS, _WORDS = 8, 128
+_ROWS, _WORDS = 16, 128
+_STORED = {"fp32": torch.float32, "e4m3": torch.int32, "e8m0": torch.uint8}
+"""How scales are loaded: four of e4m3 at once."""
 _KINDS = {torch.float32: "fp32", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
 
@@ -31,13 +35,7 @@ def _decoded(codes, BITS: tl.constexpr):
 @triton.jit
 def _scale_values(scales, KIND: tl.constexpr):
     """Return the fp32 values of stored scales."""
-    if KIND == "e4m3":
-        values = _decoded(scales.to(tl.int32), 8)
-    elif KIND == "e8m0":
-        values = (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True)
-    else:
-        values = scales
-    return values
+    return (scales.to(tl.int32) << 23).to(tl.float32, bitcast=True) if KIND == "e8m0" else scales
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -59,23 +57,44 @@ def _dequantize_kernel(
     ROWS: tl.constexpr,
     WORDS: tl.constexpr,
 ):
+    """Dequantize WORDS words of ROWS rows. Long because of its arguments."""
     CODES: tl.constexpr = 16 // BITS
+    RUNS: tl.constexpr = WORDS // RUN
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     word = tl.program_id(1) * WORDS + tl.arange(0, WORDS)
+    run = tl.program_id(1) * RUNS + tl.arange(0, RUNS)
     is_here = (row < num_rows)[:, None] & (word < LENGTH)[None, :]
+    is_run = (row < num_rows)[:, None] & (run < LENGTH // RUN)[None, :]
     grid_rows = (MATRIX_ROWS + BLOCK_ROWS - 1) // BLOCK_ROWS
     block_row = row // MATRIX_ROWS * grid_rows + row % MATRIX_ROWS // BLOCK_ROWS
-    found = tl.load(words + row[:, None] * LENGTH + word[None, :], mask=is_here, other=0).to(tl.int32)
-    for number in tl.static_range(CODES):
-        values = _decoded((found >> (number * BITS)) & ((1 << BITS) - 1), BITS)
-        column = word // RUN * (CODES * RUN) + number * RUN + word % RUN
-        if GRID_COLUMNS > 0:
-            block = block_row[:, None] * GRID_COLUMNS + (column // BLOCK_COLUMNS)[None, :]
-            values *= _scale_values(tl.load(scales + block, mask=is_here, other=0), KIND)
-        if HAS_FACTORS:
-            values *= tl.load(factors + row, mask=row < num_rows, other=0)[:, None]
-        pointers = out + row[:, None] * (CODES * LENGTH) + column[None, :]
-        tl.store(pointers, values.to(out.dtype.element_ty), mask=is_here)
+    found = tl.load(words + row[:, None] * LENGTH + word[None, :], mask=is_here, other=0)
+    factor = tl.load(factors + row, mask=row < num_rows, other=0)[:, None] if HAS_FACTORS else 1.0
+    if KIND == "e4m3":  # NVFP4; a run has four scales
+        fours = tl.load(scales + row[:, None] * (LENGTH // RUN) + run[None, :], mask=is_run, other=0)
+        first, second, third, fourth = nvfp4_scales(fours)
+        values = decoded_quads(
+            found, of_words(first, RUN), of_words(second, RUN), of_words(third, RUN), of_words(fourth, RUN)
+        )
+        factor *= 65536.0  # scales are times 2^110, and codes times 2^-126
+        by_column = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3])).to(tl.float32)
+    else:
+        values = ()
+        for number in tl.static_range(CODES):
+            value = _decoded((found.to(tl.int32) >> (number * BITS)) & ((1 << BITS) - 1), BITS)
+            if GRID_COLUMNS > 0:
+                column = run * (CODES * RUN) + number * RUN
+                block = block_row[:, None] * GRID_COLUMNS + (column // BLOCK_COLUMNS)[None, :]
+                value *= of_words(_scale_values(tl.load(scales + block, mask=is_run, other=0), KIND), RUN)
+            values = appended(values, value)
+        if CODES == 2:
+            by_column = tl.join(values[0], values[1])
+        else:
+            by_column = tl.join(tl.join(values[0], values[2]), tl.join(values[1], values[3]))
+    by_column = (by_column.reshape([ROWS, WORDS * CODES]) * factor).to(out.dtype.element_ty)
+    in_order = by_column.reshape([ROWS, RUNS, RUN, CODES]).permute([0, 1, 3, 2]).reshape([ROWS, WORDS * CODES])
+    column = tl.program_id(1) * (WORDS * CODES) + tl.arange(0, WORDS * CODES)
+    pointers = out + row[:, None] * (CODES * LENGTH) + column[None, :]
+    tl.store(pointers, in_order, mask=(row < num_rows)[:, None] & (column < CODES * LENGTH)[None, :])
 
 
 def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -100,7 +119,7 @@ def dequantize(weight: QuantizedMatrix, dtype: torch.dtype = torch.bfloat16) -> 
     kind = "fp32" if scales is None else _KINDS[scales.dtype]
     _dequantize_kernel[(triton.cdiv(num_rows, _ROWS), triton.cdiv(length, _WORDS))](
         words=weight.words,
-        scales=out if scales is None else scales if kind == "fp32" else scales.view(torch.uint8),
+        scales=out if scales is None else scales.view(_STORED[kind]),
         factors=out if weight.factors is None else weight.factors,
         out=out,
         num_rows=num_rows,

@@ -54,6 +54,9 @@ def multiply_quantized(
     Reference: `multiply_ref`, and for quantized tokens `multiply_prompt_tokens_ref`. CUDA-graph safe: no host sync.
     """
     tokens, rows = x.flatten(0, -2), weight.shape[0]
+    if prompts is not None and prompts.first == 0 and plain_weight is None:
+        quantized = quantize_activations(tokens, prompts.scheme)
+        return multiply_prompt_tokens(quantized, weight, out=tokens.dtype).view(*x.shape[:-1], -1)
     out = tokens.new_empty(len(tokens), rows + (0 if plain_weight is None else len(plain_weight)))
     first = len(tokens) if prompts is None else prompts.first
     if first == 1 and can_multiply_one_quantized_token(tokens[:1], weight):

@@ -29,8 +29,8 @@ _GROUPS = (32, 64, 128)
 
 
 @triton.jit
-def _sum_products(codes, weights):
-    """Return codes [tokens, depth] @ weights [outputs, depth].T in fp32."""
+def sum_products(codes, weights):
+    """Return codes [tokens, depth] @ weights [outputs, depth].T in fp32, of at most 128 columns."""
     if _IS_INTERPRETED:
         found = tl.dot(codes.to(tl.float32), weights.to(tl.float32).T, input_precision="ieee")
     else:
@@ -82,7 +82,7 @@ def _prompt_gemm_kernel(
             is_here = (begin + depth < COLUMNS)[None, :]
             found = tl.load(of_tokens + begin, mask=is_here, other=0.0)
             weights = tl.load(of_weights + begin, mask=is_here, other=0.0)
-        products = _sum_products(found, weights)
+        products = sum_products(found, weights)
         if GRID_COLUMNS > 0:
             by_token = tl.load(token_scales + begin // DEPTH * num_rows + own_token)
             by_row = tl.load(scales + row // BLOCK_ROWS * GRID_COLUMNS + begin // DEPTH)
@@ -99,7 +99,7 @@ def _prompt_gemm_kernel(
 
 def has_prompt_gemm(weight: QuantizedMatrix) -> bool:
     """Return True if tokens of a weight's inputs can be quantized: FP8, with factors or fp32 scales of whole groups."""
-    if weight.code_bits != 8 or weight.words.dim() != 2:
+    if weight.code_bits != 8:
         return False
     if weight.scales is None:
         return True
@@ -108,14 +108,15 @@ def has_prompt_gemm(weight: QuantizedMatrix) -> bool:
 
 
 def multiply_prompt_tokens(
-    x: QuantizedActivations, weight: QuantizedMatrix, *, out: Tensor, uses_torch: bool = True
+    x: QuantizedActivations, weight: QuantizedMatrix, *, out: Tensor | torch.dtype, uses_torch: bool = True
 ) -> Tensor:
-    """Write x @ W.T to `out` and return it. Long because the kernel's arguments are named one by one.
+    """Return x @ W.T. Long because the kernel's arguments are named one by one.
 
     Args:
         x: One group if the weight has no scales of blocks, otherwise groups of their columns.
         weight: [outputs, inputs], as `has_prompt_gemm` accepts.
-        out: [tokens, outputs]; outputs contiguous.
+        out: [tokens, outputs], outputs contiguous, to which the result is written; or the dtype of a new tensor, which
+            saves a copy if torch computes it.
         uses_torch: False for the portable kernel only.
 
     Raises:
@@ -130,17 +131,20 @@ def multiply_prompt_tokens(
             f"need an FP8 weight and tokens [.., {columns}] in groups of {group}, found {weight.code_bits}-bit codes "
             f"in blocks of {weight.block_columns}, tokens {tuple(x.codes.shape)} in groups of {x.columns}"
         )
+    dtype = out if isinstance(out, torch.dtype) else out.dtype
+    if not launches_kernel(x.codes) or dtype is torch.float64:
+        return _written(multiply_prompt_tokens_ref(x, weight, dtype), out)
+    if uses_torch and x.num_tokens and x.codes.is_cuda and _has_torch_form(weight) and is_hopper(x.codes.device):
+        return _written(_multiply_by_torch(x, weight)[: x.num_tokens], out)
+    if isinstance(out, torch.dtype):
+        out = torch.empty(x.num_tokens, outputs, dtype=dtype, device=x.codes.device)
     if not x.num_tokens:
         return out
-    if not launches_kernel(x.codes) or out.dtype is torch.float64:
-        return out.copy_(multiply_prompt_tokens_ref(x, weight, out.dtype))
-    if uses_torch and out.is_cuda and _has_torch_form(weight) and is_hopper(out.device):
-        return out.copy_(_multiply_by_torch(x, weight)[: x.num_tokens])
     has_blocks = weight.scales is not None
     _prompt_gemm_kernel[(triton.cdiv(x.num_tokens, _TOKENS) * triton.cdiv(outputs, _OUTPUTS),)](
         codes=x.codes,
         token_scales=x.scales,
-        words=_codes_of(weight),
+        words=codes_of(weight),
         scales=weight.scales if has_blocks else x.scales,
         factors=x.scales if weight.factors is None else weight.factors,
         out=out,
@@ -163,19 +167,24 @@ def multiply_prompt_tokens(
     return out
 
 
+def _written(found: Tensor, out: Tensor | torch.dtype) -> Tensor:
+    return found.to(out) if isinstance(out, torch.dtype) else out.copy_(found)
+
+
 def multiply_prompt_tokens_ref(x: QuantizedActivations, weight: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
     """Torch twin: products of the values that codes and scales mean, in fp32 or in fp64, rounded once to `dtype`."""
     computed = compute_dtype(torch.empty(0, dtype=dtype))
-    by_columns = QuantizedMatrix(
-        weight.words, 8, weight.scales, weight.factors, weight.block_rows, weight.block_columns
-    ).dequantized(computed)
-    ordered = by_columns.view(len(by_columns), -1, 2, RUN).transpose(2, 3).flatten(1)
-    return F.linear(x.dequantized(computed), ordered).to(dtype)
+    return F.linear(x.dequantized(computed), values_in_order_of_words(weight, computed)).to(dtype)
 
 
-def _codes_of(weight: QuantizedMatrix) -> Tensor:
-    """Return the codes [outputs, columns] in the order of the words."""
+def codes_of(weight: QuantizedMatrix) -> Tensor:
+    """Return the codes [..., outputs, columns] in the order of the words."""
     return weight.words.view(torch.float8_e4m3fn)
+
+
+def values_in_order_of_words(weight: QuantizedMatrix, dtype: torch.dtype) -> Tensor:
+    """Return the weight [..., outputs, columns], with columns in the order of its words."""
+    return weight.dequantized(dtype).unflatten(-1, (-1, 2, RUN)).transpose(-1, -2).flatten(-3)
 
 
 def _has_torch_form(weight: QuantizedMatrix) -> bool:
@@ -191,7 +200,7 @@ def _has_torch_form(weight: QuantizedMatrix) -> bool:
 
 def _multiply_by_torch(x: QuantizedActivations, weight: QuantizedMatrix) -> Tensor:
     """Return the product of all rows of x, padding included, in bf16."""
-    codes = _codes_of(weight).t()
+    codes = codes_of(weight).t()
     if weight.scales is None:
         assert weight.factors is not None
         scale_of_tokens, scale_of_rows = x.scales.view(-1, 1), weight.factors.view(1, -1)

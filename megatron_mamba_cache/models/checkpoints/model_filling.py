@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model
+from ..kept_form import Ranks
 from ..placement import ModelFiller, Placements
-from ..quantized_targets import QuantizedFiller, Ranks
+from ..quantized_targets import QuantizedFiller
 from ..rank_shard import RankShard
 from .checkpoint_tensors import CheckpointTensors
 from .loading_progress import loading_progress

@@ -14,8 +14,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from ...kernels.gluon_common import load_tile, store_tile
-from ..stochastic_rounding import cast_scanned
 from ..hopper_tiles import clear_outside
+from ..stochastic_rounding import cast_scanned
 
 
 @aggregate
