@@ -126,7 +126,7 @@ def _put_quantized_rows(
         inputs = _load_inputs(x, begin, LENGTH, PAIRS, RUN)
         following, following_scale, added = codes[HALVES:], scale[HALVES:], ()
         for half in tl.static_range(HALVES):
-            values, total = _decoded_floats(codes[half]), totals[half]
+            values, total = _decoded_floats(codes[half]), totals[half]  # type: ignore[var-annotated]
             for number in tl.static_range(4):
                 total += values[number] * (inputs[number] * scale[half] if GRID_COLUMNS > 0 else inputs[number])
             added = appended(added, total)
@@ -136,15 +136,15 @@ def _put_quantized_rows(
                 scales, half * OUTPUTS + first, ahead, LENGTH, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, PAIRS
             )
             following_scale = appended(following_scale, found)
-        codes, scale, totals = following, following_scale, added
-    result = tl.sum(tl.sum(totals[0], axis=2), axis=0)
+        codes, scale, totals = following, following_scale, added  # type: ignore[assignment]
+    result = tl.sum(tl.sum(totals[0], axis=2), axis=0)  # type: ignore[misc]
     if HAS_FACTORS:
         result *= tl.load(factors + row)
     if ACTIVATION == "squared_relu":
         result = tl.maximum(result, 0, propagate_nan=tl.PropagateNan.ALL)
         result = result * result
     if ACTIVATION == "gated_silu":
-        other = tl.sum(tl.sum(totals[1], axis=2), axis=0)
+        other = tl.sum(tl.sum(totals[1], axis=2), axis=0)  # type: ignore[misc]
         if HAS_FACTORS:
             other *= tl.load(factors + OUTPUTS + row)
         result = result / (1 + tl.exp(-result)) * other

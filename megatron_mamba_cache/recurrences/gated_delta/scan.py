@@ -2,8 +2,7 @@
 
 `tile_systems` computes the terms that do not depend on states, for all tiles in parallel; `scan_portable` processes the
 tiles of each request in order. On Hopper GPUs, `tile_systems_hopper` and `scan_hopper` do so for bf16 tokens, unless
-states are rounded stochastically. Safe in CUDA graphs: no host sync, and the grids depend only on the shapes of the
-arguments.
+the scan is given a `seed`. Safe in CUDA graphs: no host sync, and the grids depend only on the shapes of the arguments.
 """
 
 from functools import cache

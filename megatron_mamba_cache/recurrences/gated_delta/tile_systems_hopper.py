@@ -1,12 +1,8 @@
 """First kernel of the scan on Hopper GPUs for bf16 tokens, in Gluon; see `tile_systems` for the terms.
 
 A program computes the inverses of one tile for the value heads of a key head, which share the tile's k k^T, two heads
-at a time. First it inverts the 16 x 16 diagonal blocks of I + A by forward substitution in float32: each of 128 threads
-solves for one column of one block. Then it merges blocks twice: if D has the inverses of the diagonal blocks, and M is
--A below them, within the next larger blocks, then the inverse of these blocks is D + D M D.
-
-The scores are left to the scan, which has q in shared memory. Grid: one program per tile number and key
-head.
+at a time, by inverting blocks (`block_inverses`). The scores are left to the scan, which has q in shared memory. Grid:
+one program per tile number and key head.
 """
 
 from math import log2
@@ -25,6 +21,7 @@ from ...kernels.gluon_common import await_launcher, reinterpret, release, store_
 from ...kernels.overlap import overlapping
 from ..batches import PAD_SLOT, PrefillBatch
 from ..request_tiles import TILE_LEN, TileShape, cut_view, find_tile
+from .block_inverses import BLOCK, BLOCKS, SQUARE, block_diagonal, invert_blocks, merged, put_blocks
 from .inputs import EPS, DeltaTokens, GateWeights, KernelGates, kernel_tokens, log_decay, write_strength
 from .tile_systems import TileSystems
 
@@ -41,9 +38,6 @@ _EPS = gl.constexpr(EPS)
 _LOG2_E = gl.constexpr(1.4426950408889634)
 _LENGTH = gl.constexpr(TILE_LEN)
 _FACTORS = gl.constexpr(NUM_FACTORS)
-_BLOCK = gl.constexpr(16)
-_BLOCKS = gl.constexpr(TILE_LEN // 16)
-_SQUARE = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE_LEN, 16]))  # of sums [tokens, tokens]
 _PAIR = gl.constexpr(gl.BlockedLayout([1, 2], [1, 32], [4, 1], [1, 0]))  # [2, tokens]; a warp has all tokens
 _TOKENS = gl.constexpr(gl.SliceLayout(0, _PAIR.value))
 
@@ -107,74 +101,14 @@ def _write_factors(
 
 
 @gluon.jit
-def _is_diagonal(LAYOUT: gl.constexpr):
-    """Return 1 for the diagonal blocks of a matrix that is cut into [BLOCKS, BLOCK, BLOCKS, BLOCK], and 0 elsewhere.
-
-    Products take fewer instructions than selections.
-    """
-    ROW: gl.constexpr = gl.SliceLayout(1, gl.SliceLayout(2, gl.SliceLayout(3, LAYOUT)))
-    COLUMN: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(1, gl.SliceLayout(3, LAYOUT)))
-    row = gl.arange(0, _BLOCKS, layout=ROW)[:, None, None, None]
-    return gl.where(row == gl.arange(0, _BLOCKS, layout=COLUMN)[None, None, :, None], 1.0, 0.0)
-
-
-@gluon.jit
-def _put_blocks(matrix, blocks):
-    """Store the diagonal blocks of a matrix [LENGTH, LENGTH] to shared memory [BLOCKS, BLOCK, BLOCK]."""
-    cut = matrix.reshape([_BLOCKS, _BLOCK, _BLOCKS, _BLOCK])
-    LAYOUT: gl.constexpr = cut.type.layout
-    blocks.store(gl.sum(cut * _is_diagonal(LAYOUT), axis=2))
-
-
-@gluon.jit
-def _invert_blocks(blocks):
-    """Replace eight blocks M [8, row, column] by the inverses of I - M, as [8, column, row]: forward substitution."""
-    COLUMNS: gl.constexpr = gl.BlockedLayout([1, 1, 16], [2, 16, 1], [4, 1, 1], [2, 1, 0])
-    column = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(2, COLUMNS)))[None, :, None]
-    row = gl.arange(0, _BLOCK, layout=gl.SliceLayout(0, gl.SliceLayout(1, COLUMNS)))[None, None, :]
-    solved = gl.zeros([2 * _BLOCKS, _BLOCK, _BLOCK], gl.float32, layout=COLUMNS)
-    for step in gl.static_range(_BLOCK):
-        coefficients = blocks.slice(step, 1, 1).load(COLUMNS)
-        known = gl.sum(coefficients * solved, axis=2)[:, :, None]
-        solved = gl.where(row == step, gl.where(column == step, 1.0, 0.0) + known, solved)
-    blocks.store(solved)
-
-
-@gluon.jit
-def _get_blocks(inverses, LAYOUT: gl.constexpr):
-    """Return the block-diagonal matrix [LENGTH, LENGTH] of inverses [BLOCKS, column, row] in shared memory."""
-    blocks = inverses.permute((0, 2, 1)).load(gl.SliceLayout(2, LAYOUT))
-    cut = blocks[:, :, None, :] * _is_diagonal(LAYOUT)
-    return gl.convert_layout(cut.reshape([_LENGTH, _LENGTH]), _SQUARE)
-
-
-@gluon.jit
-def _merged(inverse, minus_A, copy, is_below):
-    """Return D + D M D for a block-diagonal D [LENGTH, LENGTH]; `copy` receives D.
-
-    Args:
-        minus_A: All of -A, in shared memory.
-        is_below: 1 for the entries of M (below the blocks of D, within the next larger blocks), 0 elsewhere.
-    """
-    OPERAND: gl.constexpr = gl.DotOperandLayout(0, _SQUARE, 2)
-    in_fp16 = inverse.to(gl.float16)
-    copy.store(in_fp16)
-    fence_async_shared()
-    zeros = gl.zeros([_LENGTH, _LENGTH], gl.float32, layout=_SQUARE)
-    left = warpgroup_mma(gl.convert_layout(in_fp16, OPERAND), minus_A, zeros, use_acc=False)
-    left = (left * is_below).to(gl.float16)  # D M; other entries are products with other parts of A
-    return warpgroup_mma(gl.convert_layout(left, OPERAND), copy, inverse)
-
-
-@gluon.jit
 def _solve_pair(
     tokens, gates, solved_tiles, factors, kept, minus_alike, log_key, log_query, vectors, matrices, copy, blocks,
     head, second, tile, num_tiles, begin, first, last,
 ):  # fmt: skip
     """Solve the systems of two heads (or twice of one)."""
-    i = gl.arange(0, _LENGTH, layout=gl.SliceLayout(1, _SQUARE))[:, None]
-    j = gl.arange(0, _LENGTH, layout=gl.SliceLayout(0, _SQUARE))[None, :]
-    CUT: gl.constexpr = minus_alike.reshape([_BLOCKS, _BLOCK, _BLOCKS, _BLOCK]).type.layout
+    i = gl.arange(0, _LENGTH, layout=gl.SliceLayout(1, SQUARE))[:, None]
+    j = gl.arange(0, _LENGTH, layout=gl.SliceLayout(0, SQUARE))[None, :]
+    CUT: gl.constexpr = minus_alike.reshape([BLOCKS, BLOCK, BLOCKS, BLOCK]).type.layout
     heads = head + second * gl.arange(0, 2, layout=gl.SliceLayout(1, _PAIR))
     pairs = reinterpret(vectors, gl.float32, [3, 2, _LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
     _write_factors(
@@ -182,20 +116,20 @@ def _solve_pair(
     )  # fmt: skip
     tma.store_wait(0)  # results of the previous pair are stored from `matrices`
     for part in gl.static_range(2):
-        ends = vectors.index(part).load(gl.SliceLayout(1, _SQUARE))[:, None]
-        starts = vectors.index(2 + part).load(gl.SliceLayout(0, _SQUARE))[None, :]
+        ends = vectors.index(part).load(gl.SliceLayout(1, SQUARE))[:, None]
+        starts = vectors.index(2 + part).load(gl.SliceLayout(0, SQUARE))[None, :]
         minus_A = gl.where(i > j, minus_alike * gl.exp2(ends + starts), 0.0)
-        _put_blocks(minus_A, blocks.slice(part * _BLOCKS, _BLOCKS, 0))
+        put_blocks(minus_A, blocks.slice(part * BLOCKS, BLOCKS, 0))
         matrices.index(part).store(minus_A.to(gl.float16))
     fence_async_shared()  # for the matmuls with `matrices`, before the next barrier
-    _invert_blocks(blocks)
+    invert_blocks(blocks)
     is_near = gl.where((i // 32 == j // 32) & (i // 16 > j // 16), 1.0, 0.0)
     is_far = gl.where(i // 32 > j // 32, 1.0, 0.0)
     for part in gl.static_range(2):
-        inverse = _get_blocks(blocks.slice(part * _BLOCKS, _BLOCKS, 0), CUT)
-        inverse = _merged(inverse, matrices.index(part), copy, is_near)
-        inverse = _merged(inverse, matrices.index(part), copy, is_far)
-        strength = vectors.index(4 + part).load(gl.SliceLayout(0, _SQUARE))[None, :]
+        inverse = block_diagonal(blocks.slice(part * BLOCKS, BLOCKS, 0), CUT)
+        inverse = merged(inverse, matrices.index(part), copy, is_near)
+        inverse = merged(inverse, matrices.index(part), copy, is_far)
+        strength = vectors.index(4 + part).load(gl.SliceLayout(0, SQUARE))[None, :]
         solved = gl.where(i > j, inverse * strength, 0.0).to(gl.bfloat16)
         out = reinterpret(matrices.index(part), gl.bfloat16, [_LENGTH, _LENGTH], solved_tiles.layout)
         out.store(solved)
@@ -247,12 +181,12 @@ def _systems_kernel(
         _load_tile(tokens.q, tokens.q_stride, key_head, begin, start, last, KEY_DIM),
     )
     fence_async_shared()
-    zeros = gl.zeros([_LENGTH, _LENGTH], gl.float32, layout=_SQUARE)
+    zeros = gl.zeros([_LENGTH, _LENGTH], gl.float32, layout=SQUARE)
     alike = warpgroup_mma(keys, keys.permute((1, 0)), zeros, use_acc=False, is_async=True)
     asked = warpgroup_mma(queries, queries.permute((1, 0)), zeros, use_acc=False, is_async=True)
     alike, asked = warpgroup_mma_wait(0, deps=[alike, asked])
-    i = gl.arange(0, _LENGTH, layout=gl.SliceLayout(1, _SQUARE))[:, None]
-    j = gl.arange(0, _LENGTH, layout=gl.SliceLayout(0, _SQUARE))[None, :]
+    i = gl.arange(0, _LENGTH, layout=gl.SliceLayout(1, SQUARE))[:, None]
+    j = gl.arange(0, _LENGTH, layout=gl.SliceLayout(0, SQUARE))[None, :]
     square = gl.sum(gl.where(i == j, alike, 0.0), axis=1) + _EPS
     log_key = gl.convert_layout(-0.5 * gl.log2(square), _TOKENS)
     square = gl.sum(gl.where(i == j, asked, 0.0), axis=1) + _EPS
@@ -262,7 +196,7 @@ def _systems_kernel(
     vectors = gl.allocate_shared_memory(gl.float32, [6, _LENGTH], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     matrices = gl.allocate_shared_memory(gl.float16, [2, _LENGTH, _LENGTH], HALVES)
     copy = gl.allocate_shared_memory(gl.float16, [_LENGTH, _LENGTH], HALVES)
-    blocks = gl.allocate_shared_memory(gl.float32, [2 * _BLOCKS, _BLOCK, _BLOCK], PLAIN)
+    blocks = gl.allocate_shared_memory(gl.float32, [2 * BLOCKS, BLOCK, BLOCK], PLAIN)
     for pair in gl.static_range(0, HEADS_A_KEY, 2):
         _solve_pair(
             tokens, gates, solved_tiles, factors, kept, minus_alike, log_key, log_query,
