@@ -1,6 +1,6 @@
 """Compare attention backends, the KV append and a layer's norms with the limits of the GPU.
 
-    PYTHONPATH=. python3 benchmarks/attention.py [--shape NAME] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/attention.py [--shape NAME] [--fp8-kv] [--json FILE]
 
 Each time is the median of one launch inside a CUDA graph of many launches, in bf16. It is compared with a plain copy
 that reads and writes the same number of bytes in total. Copies are measured up to 384 MiB read; the times of larger
@@ -9,13 +9,16 @@ host time to plan a step is measured separately, once for all layers.
 
 Qwen models normalize and rotate their heads and gate the output. For these models, the kernel that prepares the heads
 is compared with the plain KV append, and this kernel and the gate are compared with their references.
+
+`--fp8-kv` measures only decode attention over an FP8 KV cache, by this package and by FlashInfer, and over a bf16 cache
+by FlashInfer, which the table's last column compares them with.
 """
 
 import argparse
 import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -33,12 +36,21 @@ from megatron_mamba_cache.kernels.attention.flashinfer import FlashInferAttentio
 from megatron_mamba_cache.kernels.attention.head_changes import HeadChanges, HeadNorms, Rotation
 from megatron_mamba_cache.kernels.attention.interface import AttentionBackend, AttentionRows, AttentionShape
 from megatron_mamba_cache.kernels.attention.kv_append import append_kv, append_kv_ref
+from megatron_mamba_cache.kernels.attention.kv_values import FP8
 from megatron_mamba_cache.kernels.attention.output_gate import gate_output, gate_output_ref
 from megatron_mamba_cache.kernels.norm.gated_norm import gated_group_norm, gated_group_norm_ref
 
 BLOCK_SIZE = 256
+DECODES = {
+    "decode, 64 rows of 32k": (1, (32768,) * 64),
+    "decode, 64 rows of 1k to 64k": (1, tuple(range(1000, 65000, 1000))),
+    "decode, 4 rows of 32k": (1, (32768,) * 4),
+    "decode, 64 rows of 1k": (1, (1024,) * 64),
+    "verify of 4, 64 rows of 32k": (4, (32768,) * 64),
+}
+"""Query tokens of each request and the lengths of the requests' contexts, by case of `--fp8-kv`."""
 TOKENS = (64, 320, 4096)
-HEADS = {"8b": (32, 8, 128), "qwen36-27b": (24, 4, 256), "qwen36-35b": (16, 2, 256)}
+HEADS = {"8b": (32, 8, 128), "qwen36-27b": (24, 4, 256), "qwen36-35b": (16, 2, 256), "nano3": (32, 2, 128)}
 """Heads of queries and of keys, and channels of a head; Qwen3-Next's are those of the 35B model."""
 
 
@@ -164,6 +176,62 @@ def measure_attention(
         us = launch_us([partial(attend, q, cache[0], cache[1])], slowdown * expected_us)
         figures.append(Figure(case.name, name, us, num_bytes, num_flops, plan_us, copy_us(int(num_bytes))))
     return figures
+
+
+def measure_fp8_kv(shape: AttentionShape) -> list[Figure]:
+    """Measure decode attention in a CUDA graph over FP8 keys and values, and over bf16 ones by FlashInfer."""
+    of_codes = replace(shape, has_fp8_kv=True)
+    ways = {
+        "flashinfer fa2, bf16": FlashInferAttention(shape, "fa2"),
+        "flashinfer fa2, FP8": FlashInferAttention(of_codes, "fa2"),
+        "this package, FP8": FlashInferAttention(of_codes),
+    }
+    figures = []
+    for name, (query_len, kv_lens) in DECODES.items():
+        rows = decode_rows(query_len, kv_lens)
+        sizes = 2, sum(-(-kv_len // BLOCK_SIZE) for kv_len in kv_lens), BLOCK_SIZE, shape.num_kv_heads, shape.head_dim
+        values = torch.randn(sizes, device="cuda", dtype=torch.bfloat16)
+        caches = {torch.bfloat16: values, FP8: values.to(FP8)}
+        q = torch.randn(len(kv_lens) * query_len, shape.num_heads, shape.head_dim, device="cuda").bfloat16()
+        for way, backend in ways.items():
+            cache = caches[FP8 if way.endswith("FP8") else torch.bfloat16]
+            captured = backend.capture(rows)
+            plan_us, attend = host_us(partial(captured.plan_again, rows)), captured.begin()
+            num_bytes = 2 * sum(kv_lens) * cache[0, 0, 0].nbytes + 2 * q.nbytes
+            us = launch_us([partial(attend, q, cache[0], cache[1])], num_bytes / 3e6)
+            figures.append(Figure(name, way, us, num_bytes, plan_us=plan_us, memcpy_us=copy_us(num_bytes)))
+        del values, caches, cache
+        torch.cuda.empty_cache()
+    return figures
+
+
+def decode_rows(query_len: int, kv_lens: Sequence[int]) -> AttentionRows:
+    """Return requests that decode or verify; their KV blocks are in random order."""
+    num_blocks = [-(-kv_len // BLOCK_SIZE) for kv_len in kv_lens]
+    table = torch.zeros(len(kv_lens), max(num_blocks), dtype=torch.int32)
+    for row, blocks in enumerate(torch.randperm(sum(num_blocks)).to(torch.int32).split(num_blocks)):
+        table[row, : len(blocks)] = blocks
+    lengths = torch.tensor(kv_lens, dtype=torch.int32, device="cuda")
+    return AttentionRows(
+        torch.arange(len(kv_lens) + 1, dtype=torch.int32, device="cuda") * query_len,
+        lengths,
+        table.cuda(),
+        (query_len,) * len(kv_lens),
+        tuple(kv_lens),
+        table.numpy(),
+        num_decode_requests=len(kv_lens),
+        last_block_lens=(lengths - 1) % BLOCK_SIZE + 1,
+    )
+
+
+def fp8_table(figures: list[Figure]) -> str:
+    """Return the results of `measure_fp8_kv` as a Markdown table; the floor is a copy of as many bytes."""
+    lines = ["| case | way | µs | of the floor | of bf16 | plan, µs |", "|---|---|---:|---:|---:|---:|"]
+    base = {figure.case: figure.us for figure in figures if figure.way.endswith("bf16")}
+    for figure in figures:
+        ratio = f"{figure.of_memcpy:.3f} | {figure.us / base[figure.case]:.3f}"
+        lines.append(f"| {figure.case} | {figure.way} | {figure.us:,.1f} | {ratio} | {figure.plan_us:,.0f} |")
+    return "\n".join(lines)
 
 
 def host_us(call: Callable[[], object]) -> float:
@@ -326,11 +394,29 @@ def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure attention backends, KV append and norms.")
     parser.add_argument("--shape", choices=HEADS, default="8b", help="default: %(default)s")
+    parser.add_argument("--fp8-kv", action="store_true", help="measure only decode attention over an FP8 KV cache")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     shape = shape_of(arguments.shape, torch.device("cuda", torch.cuda.current_device()))
+    if arguments.fp8_kv:
+        figures = measure_fp8_kv(shape)
+        print(f"{fp8_table(figures)}\n\n{MEMCPY_NOTE}")
+    else:
+        figures = measure_all(shape, arguments.shape)
+        print(f"{table(figures)}\n\n{MEMCPY_NOTE}")
+    if arguments.json:
+        document = {"machine": describe_machine()}
+        document["figures"] = [
+            asdict(figure) | {"GB/s": figure.gb_per_s, "of memcpy": figure.of_memcpy, "TFLOP/s": figure.tflops}
+            for figure in figures
+        ]
+        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def measure_all(shape: AttentionShape, name: str) -> list[Figure]:
+    """Measure every backend, and the kernels before and after attention."""
     named = backends(shape)
     figures: list[Figure] = []
     for case in CASES:
@@ -342,15 +428,7 @@ def main() -> None:
             figures += measure_attention(
                 case, shape, {**kernels, "flashinfer": FlashInferAttention(shape)}, is_captured=True
             )
-    figures += measure_token_kernels() if arguments.shape == "8b" else measure_gated_heads(shape)
-    print(f"{table(figures)}\n\n{MEMCPY_NOTE}")
-    if arguments.json:
-        document = {"machine": describe_machine()}
-        document["figures"] = [
-            asdict(figure) | {"GB/s": figure.gb_per_s, "of memcpy": figure.of_memcpy, "TFLOP/s": figure.tflops}
-            for figure in figures
-        ]
-        arguments.json.write_text(json.dumps(document, indent=2) + "\n")
+    return figures + (measure_token_kernels() if name == "8b" else measure_gated_heads(shape))
 
 
 if __name__ == "__main__":

@@ -162,7 +162,7 @@ class CacheConfig:
         "conv_state_dtype": ("model", "fp32", "bf16"),
         "cached_state_dtype": ("live", "int8"),
         "kv_cache_dtype": ("auto", "fp8"),
-        "attention_backend": ("auto", "flash-attn", "flashinfer", "torch-varlen", "reference"),
+        "attention_backend": ("auto", "flash-attn", "flashinfer", "torch-varlen", "triton", "reference"),
         **dict.fromkeys(("prefix_caching", "adaptive_drafts", "align_prefill_chunks"), bool),
         **dict.fromkeys(("run_ahead", "resident_pools"), bool),
     }

@@ -64,7 +64,11 @@ def parsed(*flags: str, **settings: object) -> CacheConfig:
         ("num_speculative_tokens", True, "an int from 0 to 8"),
         ("num_speculative_tokens", None, "an int from 0 to 8"),
         ("eviction", "fifo", "one of ('cost', 'lru')"),
-        ("attention_backend", "xformers", "one of ('auto', 'flash-attn', 'flashinfer', 'torch-varlen', 'reference')"),
+        (
+            "attention_backend",
+            "xformers",
+            "one of ('auto', 'flash-attn', 'flashinfer', 'torch-varlen', 'triton', 'reference')",
+        ),
         ("ssm_state_dtype", "fp8", "one of ('model', 'fp32', 'bf16', 'fp16')"),
         ("conv_state_dtype", "float32", "one of ('model', 'fp32', 'bf16')"),
         ("cached_state_dtype", "fp8", "one of ('live', 'int8')"),

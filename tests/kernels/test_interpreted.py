@@ -54,6 +54,7 @@ GROUPS = [
     ["test_greedy_draws.py", "test_verification.py", "test_delta_verify.py", "test_fp16_states.py"],
     ["test_delta_scan.py"],
     ["test_delta_replay.py"],
+    ["test_quantized_gemm.py", "test_quantized_experts.py", "test_quantized_pairs.py", "test_fp8_decode.py"],
 ]
 # Triton 3.6 converts arrays of one element to Python numbers, which numpy 2.4 does not support.
 IS_BROKEN = Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4")

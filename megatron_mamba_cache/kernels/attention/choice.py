@@ -9,6 +9,7 @@ from .flash_attn import FlashAttention2, FlashAttention3, TorchVarlenAttention
 from .flashinfer import FlashInferAttention
 from .interface import AttentionBackend, AttentionShape
 from .reference import ReferenceAttention
+from .slot_attention import TritonAttention
 
 _FLAG = "--attention-backend"
 _logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ BACKENDS: tuple[BackendClass, ...] = (
     FlashAttention3,
     FlashAttention2,
     TorchVarlenAttention,
+    TritonAttention,  # FP8 keys and values only
     ReferenceAttention,
 )
 

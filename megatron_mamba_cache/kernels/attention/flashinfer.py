@@ -6,6 +6,7 @@ tile size: a prompt in the decode call would make the tiles eight times too larg
 kernel "fa3" is 1.6 times as fast as "fa2" for prompts, but each of its programs reads the whole KV for 128 query tokens
 and one head. If that leaves multiprocessors idle, CUDA graphs split the prompts' history into pieces (`split_prompts`).
 With an FP8 KV cache, prompts also use "fa2", because "fa3" does not support 16-bit queries with FP8 keys and values.
+On Hopper, requests that decode with up to 32 queries per KV head then use `fp8_decode`: "fa2" converts codes slowly.
 
 In FlashInfer releases before 0.6, "fa3" has 32-bit offsets in units of 16 bytes. For KV blocks beyond 64 GiB it
 therefore silently reads wrong data; "fa2" does not. If the cache has such blocks, graphs of up to 1,024 prompt tokens
@@ -32,12 +33,14 @@ from .flashinfer_calls import (
     CapturedFlashInfer,
     CapturedPart,
     PagedAttention,
+    PartAttention,
     PlannedPart,
     attend_parts,
     page_lists,
     tokens_of,
 )
 from .flashinfer_compiler import scripts_in_path
+from .fp8_decode import SlotAttention, SlotPart, has_few_queries, runs_on_hopper
 from .interface import AttentionRows, AttentionShape, PlannedAttention, half_precision_refusal, is_installed
 from .kv_values import UNSCALED, KVScales
 from .split_prompts import SplitPart, best_pieces
@@ -60,7 +63,7 @@ class FlashInferAttention:
     """Backend that calls FlashInfer's `BatchPrefillWithPagedKVCacheWrapper`; a step is planned once for all layers.
 
     Args:
-        kernel: "fa2" or "fa3" for all requests; None: "fa2" for decodes, and "fa3" for prompts where it is supported.
+        kernel: "fa2" or "fa3" for all requests; None: choose as described above.
 
     Raises:
         ValueError: If "fa3" is given for an FP8 KV cache.
@@ -83,6 +86,7 @@ class FlashInferAttention:
             raise ValueError("fa3 does not read an FP8 KV cache with 16-bit queries; use fa2")
         self._shape = shape
         self._kernel = kernel
+        self._has_slots = kernel is None and shape.has_fp8_kv and runs_on_hopper(shape)
         self._has_fa3 = is_hopper(shape.device) and not shape.has_fp8_kv
         workspace_bytes = max(_WORKSPACE_BYTES, parts_bytes(shape, num_rows=1, num_tokens=_FA3_TILE))
         self._workspace = torch.zeros(workspace_bytes, dtype=torch.uint8, device=shape.device)
@@ -101,20 +105,12 @@ class FlashInferAttention:
     def plan(self, rows: AttentionRows) -> PlannedAttention:
         """Plan a step on the host and return its attention function; `rows.kv_lens` must be exact, not upper bounds."""
         num_decode = rows.num_decode_requests
-        if max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
+        if not self._has_slots and max(rows.query_lens[num_decode:], default=0) <= _MOST_SHORT_QUERIES:
             calls = [(self._decoding, ALL_ROWS)]
         else:
             calls = [(self._decoding, slice(num_decode)), (self._prompts, slice(num_decode, None))]
-        parts = []
-        for attention, part in calls:
-            tokens = tokens_of(rows, part)
-            if tokens.start < tokens.stop:
-                pages = page_lists(rows, self._shape.block_size, part)
-                last = self._last_of_fa3
-                if attention is self._prompts and last is not None and pages.pages.max() > last:
-                    attention = self._far_prompts
-                attention.plan_pages(pages)
-                parts.append((attention, tokens))
+        used = [(*call, tokens) for call in calls if (tokens := tokens_of(rows, call[1])).start < tokens.stop]
+        parts = [(self._planned(attention, rows, part), tokens) for attention, part, tokens in used]
         num_tokens = sum(rows.query_lens)
 
         def attend(q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED, /) -> Tensor:
@@ -139,6 +135,15 @@ class FlashInferAttention:
             [self._capture_part(rows, part, pieces) for part, pieces in parts], self._last_of_fa3 if has_fa3 else None
         )
 
+    def _planned(self, attention: PagedAttention, rows: AttentionRows, part: slice) -> PartAttention:
+        if self._has_slots and has_few_queries(self._shape, rows, part):
+            return SlotAttention(self._shape, rows, part.stop)
+        pages, last = page_lists(rows, self._shape.block_size, part), self._last_of_fa3
+        if attention is self._prompts and last is not None and pages.pages.max() > last:
+            attention = self._far_prompts
+        attention.plan_pages(pages)
+        return attention
+
     def _try_out(self, kernels: tuple[str, str]) -> None:
         """Run one-token steps to compile the decode and prompt kernels and to test the calls that graphs need."""
         shape = self._shape
@@ -157,7 +162,7 @@ class FlashInferAttention:
         if kernels == ("fa2", "fa3"):
             all_pieces.append(2)
         for pieces in all_pieces:
-            part = self._capture_part(rows, slice(0, 1), pieces)
+            part = self._capture_part(rows, ALL_ROWS, pieces)
             part.plan_again(rows)
             part.attention.run(q, cache, cache, torch.empty_like(q))
         torch.cuda.synchronize(shape.device)
@@ -173,6 +178,8 @@ class FlashInferAttention:
         return best_pieces(-(-num_tokens // _FA3_TILE) * self._shape.num_heads, num_multiprocessors(device))
 
     def _capture_part(self, rows: AttentionRows, part: slice, pieces: int) -> PlannedPart:
+        if self._has_slots and has_few_queries(self._shape, rows, part):
+            return SlotPart(self._shape, rows, part.stop)
         num_rows, most_pages = rows.block_table[part].shape
         num_pages, num_tokens = num_rows * most_pages, sum(rows.query_lens[part])
         if pieces < 2:
