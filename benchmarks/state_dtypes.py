@@ -33,6 +33,7 @@ from megatron_mamba_cache.recurrences.mamba2.scan import ssd_scan
 from megatron_mamba_cache.recurrences.mamba2.verify import state_verify
 from megatron_mamba_cache.recurrences.stochastic_rounding import rounding_seed
 
+NUM_TOKENS, NUM_LAST = 4096, 256
 BLOCK, GRAIN = 256, 64
 FORMS = {
     "fp32": (torch.float32, None),
@@ -153,17 +154,16 @@ def measure(case: Case, num_last: int, device: str) -> Iterator[Figure]:
 def main() -> None:
     """Measure, then print Markdown and write JSON."""
     parser = argparse.ArgumentParser(description="Measure the accuracy of states in 16 bits.")
-    parser.add_argument("--small", action="store_true", help="small layers and 1,024 tokens, for a CPU")
+    parser.add_argument("--small", action="store_true", help="small layers, for a CPU")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
-    num_tokens, num_last = (1024, 128) if arguments.small else (4096, 256)
     torch.manual_seed(0)
     print("| recurrence | states | decode | decode after prefill |\n|---|---|---:|---:|")
     figures = []
     with torch.no_grad():
         for make in (mamba2_case, delta_case):
-            for figure in measure(make(num_tokens, arguments.small, arguments.device), num_last, arguments.device):
+            for figure in measure(make(NUM_TOKENS, arguments.small, arguments.device), NUM_LAST, arguments.device):
                 line = f"| {figure.recurrence} | {figure.states} | {figure.decode:.1e} | {figure.prefill:.1e} |"
                 print(line, flush=True)
                 figures.append(asdict(figure))
