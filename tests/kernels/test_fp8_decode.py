@@ -141,7 +141,7 @@ def test_codes_are_decoded_exactly(device: str) -> None:
 
 
 @pytest.mark.parametrize("is_fast", [True, False], ids=["hopper", "portable"])
-@pytest.mark.parametrize(("head_dim", "spilled"), [(64, 0), (128, 0), (256, 96)])
+@pytest.mark.parametrize(("head_dim", "spilled"), [(64, 0), (128, 0), (256, 128)])
 def test_kernels_compile_once_for_all_steps(
     head_dim: int,
     spilled: int,
@@ -150,7 +150,7 @@ def test_kernels_compile_once_for_all_steps(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
 ) -> None:
-    """With 256 channels, a few bytes that no loop uses wait in memory."""
+    """With 256 channels, registers do not suffice for up to 128 bytes per thread."""
     attend = "attend_slots_hopper_kernel" if is_fast else "attend_slots_kernel"
     kernels = [compile_for_hopper(fp8_decode, name) for name in ("count_slots_kernel", attend, "combine_slots_kernel")]
     monkeypatch.setattr(fp8_decode, "runs_on_hopper", lambda shape: is_fast)
