@@ -54,7 +54,7 @@ COLD_BYTES = 2**28  # of experts that launches read between two uses of the same
 MOST_BATCHES = 32
 BLOCK = 128
 FORMS = {"nano": ("row", "nvfp4", "mxfp4"), "qwen36-35b": ("block", "row", "nvfp4", "mxfp4")}
-"""How experts are published: FP8 with a scale per tensor or row, or per block of 128 x 128; FP4."""
+"""Formats of weights by model: FP8 with a scale per row or per block of 128 x 128, NVFP4 and MXFP4."""
 
 
 @dataclass(frozen=True, slots=True)

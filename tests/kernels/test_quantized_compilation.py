@@ -12,6 +12,7 @@ import triton
 
 from megatron_mamba_cache.kernels.experts import (
     coded_gemm_hopper,
+    grouped_gemm_hopper,
     prompt_experts,
     prompt_gemm_hopper,
     quantized_experts,
@@ -251,7 +252,7 @@ def test_experts_with_nvfp4_compile_once_for_any_number_of_rows(
     kernel = compile_for_hopper(coded_gemm_hopper, "_coded_gemm_kernel")
     monkeypatch.setattr(quantized_experts, "launches_kernel", lambda tensor: True)
     monkeypatch.setattr(quantized_experts, "_takes_long_tiles", lambda *arguments: True)
-    monkeypatch.setattr(coded_gemm_hopper, "num_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: 132)
     matrix = weight("NVFP4", 4, 128, 128)
     for num_tokens in (256, 1024):
         pairs, starts = torch.zeros(num_tokens, dtype=torch.int32), torch.full((5,), num_tokens, dtype=torch.int32)

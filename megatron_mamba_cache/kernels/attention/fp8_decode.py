@@ -175,7 +175,7 @@ def runs_on_hopper(shape: AttentionShape) -> bool:
 
 
 def has_few_queries(shape: AttentionShape, rows: AttentionRows, part: slice) -> bool:
-    """Return True if a part ends with decode requests, each with so few queries that FlashInfer is not faster."""
+    """Return True for decode requests that each have at most 32 queries per KV head; FlashInfer is faster for more."""
     if part.stop is None:
         return False
     return max(rows.query_lens[part], default=0) * (shape.num_heads // shape.num_kv_heads) <= _MOST_QUERIES

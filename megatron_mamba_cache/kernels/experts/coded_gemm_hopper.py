@@ -6,7 +6,6 @@ multiply the sums. Safe in CUDA graphs: no host sync, no atomics.
 """
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -15,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from ..gluon_common import await_then_release, copy_gathered, reinterpret
-from ..kernel_launches import num_multiprocessors
 from ..overlap import overlapping
 from ..quantized.code_tiles import DECODE_QUADS, NVFP4_SCALES
 from ..quantized.few_token_gemm import scales_of_kernel
@@ -32,7 +30,7 @@ from .gemm_pipeline import (
     row_of_unit,
     row_offsets,
 )
-from .grouped_gemm_hopper import describe, multiply_tiles, units_of_a_tile
+from .grouped_gemm_hopper import describe, multiply_tiles, output_tiles
 from .reference_experts import ExpertOrder
 
 _STAGES = 4
@@ -164,13 +162,8 @@ def multiply_codes_on_hopper(
             of outputs a multiple of 8. Each expert must have more than 64 rows of weights, including gates.
     """
     assert weight.factors is not None
-    outputs, per_unit = out.shape[1], 32 if activation == "gated_silu" else 64
-    num_units, num_experts = triton.cdiv(outputs, per_unit), weight.shape[0]
-    num_programs = num_multiprocessors(x.device)
-    units = units_of_a_tile(num_units, num_experts, num_programs, len(order.pairs) / num_experts)
-    tiles_of_outputs = triton.cdiv(num_units, units)
-    most_tiles = (len(order.tiles) - 1) * tiles_of_outputs
-    _coded_gemm_kernel[(min(num_programs, most_tiles),)](
+    grid, sizes = output_tiles(out, order, weight.shape[0], is_gated=activation == "gated_silu")
+    _coded_gemm_kernel[grid](
         words=weight.words.view(torch.int32),
         scales=scales_of_kernel(weight),
         factors=weight.factors,
@@ -180,19 +173,15 @@ def multiply_codes_on_hopper(
         tiles=order.tiles,
         out=out,
         x_stride=x.stride(0),
-        UNITS=units,
-        NUM_WIDE=num_units - tiles_of_outputs * (units - 1),
-        PER_UNIT=per_unit,
-        TILES=tiles_of_outputs,
-        TURN=int(num_programs % tiles_of_outputs == 0),  # if 0, a program would get the same output tile every time
         STAGES=_STAGES,
         STEPS=x.shape[1] // DEPTH,
-        OUTPUTS=outputs,
+        OUTPUTS=out.shape[1],
         ACTIVATION=activation,
         DIVISOR=top_k or 0,
         MULTIPLY_REGISTERS=_MULTIPLY_REGISTERS,
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
         enable_fp_fusion=True,
+        **sizes,
         **overlapping(x.device),
     )

@@ -203,13 +203,8 @@ def multiply_on_hopper(
             number of outputs a multiple of 8. Each expert must have more than 64 rows of weights, including gates.
     """
     is_gated, num_steps = activation == "gated_silu", x.shape[1] // DEPTH
-    outputs, per_unit = out.shape[1], 32 if is_gated else 64
-    num_units = triton.cdiv(outputs, per_unit)
-    num_programs = num_multiprocessors(x.device)
-    units = units_of_a_tile(num_units, len(weight), num_programs, len(order.pairs) / len(weight))
-    tiles_of_outputs = triton.cdiv(num_units, units)
-    most_tiles = (len(order.tiles) - 1) * tiles_of_outputs
-    _gemm_kernel[(min(num_programs, most_tiles),)](
+    grid, sizes = output_tiles(out, order, len(weight), is_gated=is_gated)
+    _gemm_kernel[grid](
         weight=_describe_gated(weight) if is_gated else describe(weight.flatten(0, 1), 64),
         rows32=describe(x, 32),
         x=x,
@@ -217,14 +212,9 @@ def multiply_on_hopper(
         tiles=order.tiles,
         out=out,
         x_stride=x.stride(0),
-        UNITS=units,
-        NUM_WIDE=num_units - tiles_of_outputs * (units - 1),
-        PER_UNIT=per_unit,
-        TILES=tiles_of_outputs,
-        TURN=int(num_programs % tiles_of_outputs == 0),  # if 0, a program would get the same output tile every time
         STAGES=_STAGES,
         STEPS=num_steps,
-        OUTPUTS=outputs,
+        OUTPUTS=out.shape[1],
         ACTIVATION=activation,
         DIVISOR=top_k or 0,
         AHEAD=follows_first and top_k is None,
@@ -232,11 +222,29 @@ def multiply_on_hopper(
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
         enable_fp_fusion=True,
+        **sizes,
         **overlapping(x.device),
     )
 
 
-def units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
+def output_tiles(
+    out: Tensor, order: ExpertOrder, num_experts: int, *, is_gated: bool
+) -> tuple[tuple[int], dict[str, int]]:
+    """Return the grid, and the kernel's sizes of the tiles into which outputs [rows, outputs] are cut."""
+    per_unit = 32 if is_gated else 64
+    num_units, num_programs = triton.cdiv(out.shape[1], per_unit), num_multiprocessors(out.device)
+    units = _units_of_a_tile(num_units, num_experts, num_programs, len(order.pairs) / num_experts)
+    tiles = triton.cdiv(num_units, units)
+    return (min(num_programs, (len(order.tiles) - 1) * tiles),), {
+        "UNITS": units,
+        "NUM_WIDE": num_units - tiles * (units - 1),
+        "PER_UNIT": per_unit,
+        "TILES": tiles,
+        "TURN": int(num_programs % tiles == 0),  # if 0, a program would get the same output tile every time
+    }
+
+
+def _units_of_a_tile(num_units: int, num_experts: int, num_programs: int, mean_rows: float) -> int:
     """Return the number of units (64 rows of weights) per output tile: 2 or 3.
 
     Tiles of 3 units read rows less often, but need enough tiles to fill the GPU. If num_units % 3 is 1, they leave two

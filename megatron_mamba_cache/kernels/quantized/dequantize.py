@@ -16,7 +16,7 @@ from .quantized_matrix import RUN, QuantizedMatrix
 
 _ROWS, _WORDS = 16, 128
 _STORED = {"fp32": torch.float32, "e4m3": torch.int32, "e8m0": torch.uint8}
-"""How scales are loaded: four of e4m3 at once."""
+"""Dtype of scales in the kernel, which loads four e4m3 scales as one integer."""
 _KINDS = {torch.float32: "fp32", torch.float8_e4m3fn: "e4m3", torch.float8_e8m0fnu: "e8m0"}
 
 
