@@ -29,7 +29,8 @@ from megatron_mamba_cache.kernels.compilation import compiling_ahead
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
 from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
     FewTokenTiles,
-    HopperTiles,
+    SplitTokenTiles,
+    Tiles,
     choose_tiles,
     hopper_tiles,
 )
@@ -40,7 +41,7 @@ from megatron_mamba_cache.kernels.quantized.one_token_gemm import (
 )
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, packed
 
-Tiles = FewTokenTiles | HopperTiles | OneTokenTiles
+AnyTiles = Tiles | OneTokenTiles
 TOKENS = (1, 8, 64)
 COLD_BYTES = 2**28  # of weights that launches read between two uses of the same ones: several times the L2 cache
 TOLERANCE = 0.01
@@ -110,20 +111,20 @@ class Bench:
         """Return the time of a copy of all bytes that a product moves."""
         return copy_us(self.weights[0].nbytes + 2 * count * (self.rows + self.columns))
 
-    def multiply(self, x: Tensor, weight: QuantizedMatrix, tiles: Tiles | None = None) -> Tensor:
+    def multiply(self, x: Tensor, weight: QuantizedMatrix, tiles: AnyTiles | None = None) -> Tensor:
         """Return the product with a weight; a single token has its own kernel unless tiles are for another one."""
         if isinstance(tiles, OneTokenTiles) or (tiles is None and len(x) == 1):
             return multiply_one_quantized_token(x, weight, tiles=tiles)
         return multiply_few_tokens(x, weight, self.counters, tiles=tiles)
 
-    def run(self, x: Tensor, tiles: Tiles | None = None) -> list[Callable[[], Tensor]]:
+    def run(self, x: Tensor, tiles: AnyTiles | None = None) -> list[Callable[[], Tensor]]:
         """Return the product with each weight."""
         return [
             lambda weight=weight: self.multiply(x, weight, tiles)  # type: ignore[misc]
             for weight in self.weights
         ]
 
-    def error(self, x: Tensor, tiles: Tiles | None = None) -> float:
+    def error(self, x: Tensor, tiles: AnyTiles | None = None) -> float:
         """Return the greatest error of the product with the first weight as a share of the mean result."""
         expected = F.linear(x.double(), self.weights[0].dequantized(torch.float64))
         found = self.multiply(x, self.weights[0], tiles)
@@ -164,7 +165,7 @@ class Bench:
         )
 
 
-def candidates(weight: QuantizedMatrix, count: int) -> Iterator[Tiles]:
+def candidates(weight: QuantizedMatrix, count: int) -> Iterator[AnyTiles]:
     """Yield tile sizes of all kernels that are worth a measurement for a number of tokens."""
     if count == 1:
         yield from map(OneTokenTiles, *zip(*ONE_TOKEN_TILES, strict=True))
@@ -172,7 +173,10 @@ def candidates(weight: QuantizedMatrix, count: int) -> Iterator[Tiles]:
     tokens = 16 if count <= 16 else 32 if count <= 32 else 64
     for outputs, programs in product((128, 256), (132, 128, 120, 96)):
         if programs <= ceil(weight.shape[0] / outputs) * ceil(weight.shape[1] / BLOCK):
-            yield hopper_tiles(tokens, outputs, programs)
+            if tokens > 16:
+                yield hopper_tiles(tokens, outputs, programs)
+            elif outputs == 128:
+                yield SplitTokenTiles(programs)
     widths = ((64, 4), (128, 8)) if tokens == 16 else ((128, 4), (128, 8), (256, 8))
     loads = ((False, 0), (True, 0))
     for (outputs, warps), stages, parts, (boxes, lines) in product(widths, (3, 4), (1, 2, 4, 8), loads):
@@ -181,12 +185,12 @@ def candidates(weight: QuantizedMatrix, count: int) -> Iterator[Tiles]:
             yield FewTokenTiles(tokens, outputs, 64, parts, warps, stages, boxes, lines)
 
 
-def chosen_tiles(weight: QuantizedMatrix, count: int) -> Tiles:
+def chosen_tiles(weight: QuantizedMatrix, count: int) -> AnyTiles:
     """Return the tiles of the kernel that multiplies a number of tokens."""
     return one_token_tiles(weight) if count == 1 else choose_tiles(weight, count)
 
 
-def sweep(bench: Bench, count: int) -> list[tuple[float, Tiles]]:
+def sweep(bench: Bench, count: int) -> list[tuple[float, AnyTiles]]:
     """Return the time of a product with each tile sizes, the best first."""
     x, found = bench.tokens(count), []
     with compiling_ahead(torch.device("cuda", torch.cuda.current_device())):

@@ -34,7 +34,9 @@ from megatron_mamba_cache.kernels.quantized import (
     few_token_hopper,
     one_token_gemm,
     prompt_gemm,
+    split_token_hopper,
 )
+from megatron_mamba_cache.kernels.quantized import split_tokens as split_tokens_module
 from megatron_mamba_cache.kernels.quantized.activations import (
     ActivationScheme,
     QuantizedActivations,
@@ -42,10 +44,17 @@ from megatron_mamba_cache.kernels.quantized.activations import (
 )
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
 from megatron_mamba_cache.kernels.quantized.few_token_hopper import multiply_on_hopper
-from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_tiles, hopper_tiles
+from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
+    SplitTokenTiles,
+    choose_hopper_tiles,
+    choose_tiles,
+    hopper_tiles,
+)
 from megatron_mamba_cache.kernels.quantized.one_token_gemm import multiply_one_quantized_token
 from megatron_mamba_cache.kernels.quantized.prompt_gemm import multiply_prompt_tokens
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
+from megatron_mamba_cache.kernels.quantized.split_token_hopper import multiply_split_tokens
+from megatron_mamba_cache.kernels.quantized.split_tokens import split_tokens
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 
 Compile = Callable[[ModuleType, str], CompiledInsteadOfLaunched]
@@ -142,6 +151,27 @@ def test_few_tokens_on_hopper_compile_once_a_range_with_matmuls_that_overlap_dec
     waits = [int(left) for event, left in events if event == "wait_group"]
     assert waits == 2 * list(range(units - 1, -1, -1))  # both groups: the matmul of the last unit may still run
     assert len(events) - len(waits) == 2 * units * 8
+
+
+@pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
+def test_split_tokens_compile_once_and_leave_registers_to_the_next_kernel(
+    form: str, compile_for_hopper: Compile, tmp_path: Path
+) -> None:
+    kernel = compile_for_hopper(split_token_hopper, "_split_tokens_hopper_kernel")
+    splitting = compile_for_hopper(split_tokens_module, "_split_kernel")
+    matrix = weight(form, 4096, 2048)
+    counters = torch.zeros(num_counters(matrix), dtype=torch.int32)
+    for count in (1, 2, 7, 16):
+        x, out = torch.empty(count, 2048, dtype=torch.bfloat16), torch.empty(count, 4096, dtype=torch.bfloat16)
+        tiles = choose_hopper_tiles(matrix, count)
+        assert isinstance(tiles, SplitTokenTiles)
+        multiply_split_tokens(split_tokens(x, tiles.tokens), matrix, counters, out, tiles)
+    assert len(kernel.compiled) == len(splitting.compiled) == 1
+    assert spilled_bytes(kernel.cubins[0], tmp_path) == spilled_bytes(splitting.cubins[0], tmp_path) == 0
+    assert kernel.shared_bytes[0] <= HOPPER_SHARED_BYTES
+    ptx = kernel.ptx[0]
+    assert ".maxnreg 64" in ptx and "cp.async.bulk.tensor.2d" in ptx
+    assert len(re.findall(r"wgmma\.mma_async\.\S*\.e4m3\.e4m3", ptx)) == 2 * 4  # in each group, of 32 inputs
 
 
 @pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])

@@ -6,8 +6,9 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper, launches_kernel
 from megatron_mamba_cache.kernels.quantized import dequantize as dequantize_module
-from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper
+from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper, split_token_hopper
 from megatron_mamba_cache.kernels.quantized import product as product_module
+from megatron_mamba_cache.kernels.quantized import split_tokens as split_tokens_module
 from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import (
     MOST_TOKENS,
@@ -19,15 +20,26 @@ from megatron_mamba_cache.kernels.quantized.few_token_pipeline import first_step
 from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
     FewTokenTiles,
     HopperTiles,
+    SplitTokenTiles,
     choose_hopper_tiles,
     choose_tiles,
     hopper_tiles,
 )
 from megatron_mamba_cache.kernels.quantized.product import multiply_quantized
-from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedMatrix, codes_of_pairs, packed, unpacked
+from megatron_mamba_cache.kernels.quantized.quantized_matrix import (
+    RUN,
+    QuantizedMatrix,
+    codes_of_pairs,
+    packed,
+    unpacked,
+)
+from megatron_mamba_cache.kernels.quantized.split_tokens import split_tokens, split_tokens_ref
 from tests.kernels.kernel_stand_ins import launches_expected
 
 ROUNDING = 2.0**-8
+FP32_SUMS = 1e-6
+FP8_SUMS = 2.0**-12
+"""Error of sums as a share of the magnitude of their terms: FP8 tensor cores keep 13 bits after the first one."""
 
 
 def fp8_matrix(rows: int, columns: int, blocks: tuple[int, int] | None, device: str = "cpu") -> QuantizedMatrix:
@@ -76,20 +88,22 @@ def test_product_equals_the_reference(
     num_tokens: int, rows: int, columns: int, blocks: tuple[int, int] | None, device: str
 ) -> None:
     weight, x = fp8_matrix(rows, columns, blocks, device), tokens(num_tokens, columns, device)
-    on_hopper = isinstance(choose_tiles(weight, num_tokens), HopperTiles)
+    tiles = choose_tiles(weight, num_tokens)
+    on_hopper, is_split = isinstance(tiles, HopperTiles), isinstance(tiles, SplitTokenTiles)
     with (
-        launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=not on_hopper, device=device),
+        launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=not (on_hopper or is_split), device=device),
         launches_expected(few_token_hopper, "_few_tokens_hopper_kernel", of_kernel=on_hopper, device=device),
+        launches_expected(split_token_hopper, "_split_tokens_hopper_kernel", of_kernel=is_split, device=device),
     ):
         found = multiply_few_tokens(x, weight, counters(weight))
-    assert_close_to_reference(found, x, weight)
+    assert_close_to_reference(found, x, weight, FP8_SUMS if is_split else FP32_SUMS)
 
 
-def assert_close_to_reference(found: Tensor, x: Tensor, weight: QuantizedMatrix) -> None:
-    """Check that a product was rounded once, after sums in fp32."""
+def assert_close_to_reference(found: Tensor, x: Tensor, weight: QuantizedMatrix, of_sums: float) -> None:
+    """Check that a product was rounded once, after sums with an error of `of_sums` of the magnitude of their terms."""
     expected = multiply_ref(x.double(), weight)
     magnitude = multiply_ref(x.double().abs(), QuantizedMatrix(weight.words & 0x7F7F, 8, *_rest(weight)))
-    assert ((found.double() - expected).abs() <= ROUNDING * expected.abs() + 1e-6 * magnitude).all()
+    assert ((found.double() - expected).abs() <= ROUNDING * expected.abs() + of_sums * magnitude).all()
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -163,6 +177,7 @@ def test_tiles_on_hopper_keep_all_multiprocessors_busy() -> None:
 
     assert chosen(34816, 256) == HopperTiles(64, 256, 132, 4)
     assert chosen(4096, 1024) == HopperTiles(64, 128, 128, 6)  # four equal parts of each tile
+    assert choose_hopper_tiles(fp8_matrix(4096, 1024, (128, 128)), 16) == SplitTokenTiles(128)
     assert chosen(128, 512) == HopperTiles(64, 128, 4, 6)  # no more programs than steps
 
 
@@ -178,11 +193,37 @@ def test_product_on_hopper_equals_the_reference(
     used = counters(weight)
     for count in (1, 16, 17, 32, 33, MOST_TOKENS):
         x, range_of = tokens(count, 1184, device), 16 if count <= 16 else 32 if count <= 32 else 64
-        found = multiply_few_tokens(x, weight, used, tiles=hopper_tiles(range_of, outputs, programs))
-        assert_close_to_reference(found, x, weight)
+        tiles = SplitTokenTiles(programs) if count <= 16 else hopper_tiles(range_of, outputs, programs)
+        found = multiply_few_tokens(x, weight, used, tiles=tiles)
+        assert_close_to_reference(found, x, weight, FP8_SUMS if count <= 16 else FP32_SUMS)
         assert not used.any()
-        alone = multiply_few_tokens(x[:1], weight, used, tiles=hopper_tiles(range_of, outputs, programs))
+        alone = multiply_few_tokens(x[:1], weight, used, tiles=tiles)
         assert torch.equal(alone, found[:1])
+
+
+@pytest.mark.parametrize(("num_tokens", "columns"), [(1, 32), (5, 160), (16, 512), (33, 1184)])
+def test_tokens_split_into_pairs_of_fp8_values(num_tokens: int, columns: int, device: str) -> None:
+    magnitudes = torch.exp2(torch.randint(-30, 12, (num_tokens, columns), device=device))
+    x = (torch.randn(num_tokens, columns, device=device) * magnitudes).bfloat16()
+    x[0, :3], x[-1] = 0, x[-1] * 1e-30
+    with launches_expected(split_tokens_module, "_split_kernel", of_kernel=True, device=device):
+        found = split_tokens(x, 64)
+    expected = split_tokens_ref(x, 64)
+    for half, other in zip(found.halves.chunk(2), expected.halves.chunk(2), strict=True):
+        assert torch.equal(half[:num_tokens].float(), other[:num_tokens].float())
+    assert torch.equal(found.scales[:, :num_tokens], expected.scales[:, :num_tokens])
+    values = found.joined(num_tokens).unflatten(1, (-1, RUN, 2)).movedim(-1, -2).flatten(1)
+    greatest = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in x.double().split(128, dim=1)], 1)
+    error = (values - x.double()).abs()
+    assert (error <= 2.0**-21 * greatest).all()
+    assert not error[x.double().abs() >= 2.0**-13 * greatest].any()
+
+
+def test_tokens_that_are_not_finite_stay_so(device: str) -> None:
+    x = torch.ones(2, 128, device=device).bfloat16()
+    x[0, 5], x[1, 7] = torch.nan, torch.inf
+    values = split_tokens(x, 16).joined(2)
+    assert not values.isfinite().any()
 
 
 def test_too_many_tokens_are_refused(device: str) -> None:

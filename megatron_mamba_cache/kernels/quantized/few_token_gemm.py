@@ -20,8 +20,10 @@ from ..overlap import await_written, let_next_begin, overlapping
 from ..reference import compute_dtype
 from .code_tiles import prefetch_words, sum_inputs, sum_nvfp4_inputs
 from .few_token_hopper import multiply_on_hopper
-from .few_token_tiles import MOST_WORDS, FewTokenTiles, HopperTiles, choose_tiles
+from .few_token_tiles import MOST_WORDS, HopperTiles, SplitTokenTiles, Tiles, choose_tiles
 from .quantized_matrix import RUN, QuantizedMatrix
+from .split_token_hopper import multiply_split_tokens
+from .split_tokens import split_tokens
 
 MOST_TOKENS = 64
 """Most tokens that the kernel computes."""
@@ -140,7 +142,7 @@ def multiply_few_tokens(
     counters: Tensor,
     *,
     out: Tensor | None = None,
-    tiles: FewTokenTiles | HopperTiles | None = None,
+    tiles: Tiles | None = None,
 ) -> Tensor:
     """Return x @ W.T for at most MOST_TOKENS tokens. Long because the kernel's arguments are named one by one.
 
@@ -158,7 +160,7 @@ def multiply_few_tokens(
     Raises:
         ValueError: If shapes, dtypes or strides disagree, or there are too many tokens for the kernel.
 
-    Reference: `multiply_ref`. CUDA-graph safe: no host sync, one launch.
+    Reference: `multiply_ref`. CUDA-graph safe: no host sync, one or two launches.
     """
     if x.dim() != 2 or x.shape[1] != weight.shape[-1] or x.device != weight.words.device:
         raise ValueError(f"need x [tokens, {weight.shape[-1]}] on {weight.words.device}, found {tuple(x.shape)}")
@@ -172,6 +174,9 @@ def multiply_few_tokens(
     tiles = tiles or choose_tiles(weight, len(x))
     rows, num_tokens = weight.shape[0], len(x)
     out = torch.empty(num_tokens, rows, dtype=x.dtype, device=x.device) if out is None else out
+    if isinstance(tiles, SplitTokenTiles):
+        multiply_split_tokens(split_tokens(x, tiles.tokens), weight, counters, out, tiles)
+        return out
     if isinstance(tiles, HopperTiles):
         multiply_on_hopper(x, weight, counters, out, tiles)
         return out

@@ -1,4 +1,4 @@
-"""Tile sizes of products of few tokens with quantized weights, and the choice between their two kernels.
+"""Tile sizes of products of few tokens with quantized weights, and the choice between their three kernels.
 
 Tiles depend on the weight's shape and on the range of the number of tokens: up to 16, up to 32 or up to 64. So a
 token's bits do not depend on others of its range. Figures of an H200, which has 132 multiprocessors.
@@ -12,7 +12,10 @@ from .quantized_matrix import QuantizedMatrix
 
 MOST_WORDS = 64
 """Words of each row of a tile."""
-_LEAST_HOPPER_TOKENS = 17
+_SPLIT_TOKENS = 16
+_SPLIT_OUTPUTS = 128
+_LEAST_SPLIT_BYTES = 2**26
+"""Codes without scales of blocks from which on `split_token_hopper` is faster than the portable kernel."""
 _MULTIPROCESSORS = 132
 _LEAST_WIDE_TILES = 48
 """Tiles of 256 outputs from which on `few_token_hopper` uses them."""
@@ -46,10 +49,10 @@ class FewTokenTiles:
 
 @dataclass(frozen=True, slots=True)
 class HopperTiles:
-    """Tile sizes of the kernel for Hopper GPUs.
+    """Tile sizes of `few_token_hopper`.
 
     Args:
-        tokens: 16, 32 or 64; at least the number of tokens.
+        tokens: 32 or 64; at least the number of tokens.
         outputs: Of a tile; 128 or 256.
         programs: Between which the steps are divided; at most the number of steps.
         stages: Of the pipeline.
@@ -61,9 +64,31 @@ class HopperTiles:
     stages: int
 
 
-def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> FewTokenTiles | HopperTiles:
+@dataclass(frozen=True, slots=True)
+class SplitTokenTiles:
+    """Tile sizes of `split_token_hopper`; one program leaves room for those of the next kernels.
+
+    Args:
+        programs: Between which the steps are divided; at most the number of steps.
+    """
+
+    programs: int
+    tokens: int = _SPLIT_TOKENS
+    outputs: int = _SPLIT_OUTPUTS
+    stages: int = 8
+
+    def num_tiles(self, weight: QuantizedMatrix) -> int:
+        """Return the number of tiles of a weight's outputs."""
+        return -(-weight.shape[0] // self.outputs)
+
+
+Tiles = FewTokenTiles | HopperTiles | SplitTokenTiles
+
+
+def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> Tiles:
     """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
-    if num_tokens >= _LEAST_HOPPER_TOKENS and _can_launch_on_hopper(weight):
+    is_fast = num_tokens > _SPLIT_TOKENS or weight.scales is not None or weight.words.nbytes >= _LEAST_SPLIT_BYTES
+    if is_fast and _can_launch_on_hopper(weight):
         return choose_hopper_tiles(weight, num_tokens)
     rows, columns = weight.shape
     tokens, outputs, words = _range_of(num_tokens), 128, words_of_tile(weight)
@@ -80,19 +105,24 @@ def words_of_tile(weight: QuantizedMatrix) -> int:
     return min(MOST_WORDS, weight.block_columns // 2) if has_blocks else MOST_WORDS
 
 
-def choose_hopper_tiles(weight: QuantizedMatrix, num_tokens: int) -> HopperTiles:
-    """Return the tiles of the kernel for Hopper GPUs.
+def choose_hopper_tiles(weight: QuantizedMatrix, num_tokens: int) -> HopperTiles | SplitTokenTiles:
+    """Return the tiles of a kernel for Hopper GPUs.
 
-    Wide tiles load tokens less often, but leave more sums to add if there are few of them. If all programs compute
-    equal parts of one tile each, a few multiprocessors may stay idle.
+    Wide tiles load tokens less often, but leave more sums to add if there are few of them.
     """
     rows, columns = weight.shape
+    steps = -(-columns // DEPTH.value)
+    if num_tokens <= _SPLIT_TOKENS:
+        return SplitTokenTiles(_programs(-(-rows // _SPLIT_OUTPUTS), steps))
     outputs = 256 if rows >= _LEAST_WIDE_TILES * 256 else 128
-    num_tiles = -(-rows // outputs)
+    return hopper_tiles(_range_of(num_tokens), outputs, _programs(-(-rows // outputs), steps))
+
+
+def _programs(num_tiles: int, steps: int) -> int:
+    """Return the number of programs: for equal parts of one tile each, a few multiprocessors may stay idle."""
     in_equal_parts = _MULTIPROCESSORS // num_tiles * num_tiles
     programs = in_equal_parts if in_equal_parts >= 0.9 * _MULTIPROCESSORS else _MULTIPROCESSORS
-    programs = min(programs, num_tiles * -(-columns // DEPTH.value))
-    return hopper_tiles(_range_of(num_tokens), outputs, programs)
+    return min(programs, num_tiles * steps)
 
 
 def hopper_tiles(tokens: int, outputs: int, programs: int) -> HopperTiles:
