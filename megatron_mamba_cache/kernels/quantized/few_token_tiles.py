@@ -14,8 +14,8 @@ MOST_WORDS = 64
 """Words of each row of a tile."""
 _SPLIT_TOKENS = 16
 _SPLIT_OUTPUTS = 128
-_LEAST_SPLIT_BYTES = 2**26
-"""Codes without scales of blocks from which on `split_token_hopper` is faster than the portable kernel."""
+_LEAST_SPLIT_BYTES = {True: 2**24, False: 2**26}
+"""Bytes of codes with (True) and without scales of blocks from which on split tokens are faster."""
 _MULTIPROCESSORS = 132
 _LEAST_WIDE_TILES = 48
 """Tiles of 256 outputs from which on `few_token_hopper` uses them."""
@@ -87,8 +87,8 @@ Tiles = FewTokenTiles | HopperTiles | SplitTokenTiles
 
 def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> Tiles:
     """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
-    is_fast = num_tokens > _SPLIT_TOKENS or weight.scales is not None or weight.words.nbytes >= _LEAST_SPLIT_BYTES
-    if is_fast and _can_launch_on_hopper(weight):
+    is_large = weight.words.nbytes >= _LEAST_SPLIT_BYTES[weight.scales is not None]
+    if (is_large or num_tokens > _SPLIT_TOKENS) and _can_launch_on_hopper(weight):
         return choose_hopper_tiles(weight, num_tokens)
     rows, columns = weight.shape
     tokens, outputs, words = _range_of(num_tokens), 128, words_of_tile(weight)

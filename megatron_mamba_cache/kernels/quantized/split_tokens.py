@@ -72,7 +72,7 @@ def _split_kernel(
     COLUMNS: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
     RUN: tl.constexpr, GREATEST_EXPONENT: tl.constexpr, LOW_SCALE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Split GROUPS groups of ROWS tokens."""
+    """Split GROUPS groups of a tile of tokens."""
     await_inputs(OVERLAPS)
     WIDTH: tl.constexpr = GROUPS * GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
