@@ -79,7 +79,7 @@ class SlotAttention:
             num_requests=self._num_requests,
             per_group=self._per_group,
             SLOT=self._slot,
-            GROUP=triton.next_power_of_2(self._per_group),
+            GROUP=_padded(self._per_group),
             enable_fp_fusion=True,
             **overlapping(ends.device),
         )
@@ -124,7 +124,7 @@ class SlotAttention:
             num_requests=num_requests,
             table_stride=rows.block_table.stride(0),
             block_stride=caches[0].stride(0) // size,
-            REQUESTS=max(32, triton.next_power_of_2(num_requests)),
+            REQUESTS=_padded(num_requests),
             BLOCK=shape.block_size,
             num_warps=4 * self._row_groups,
             enable_fp_fusion=True,
@@ -141,6 +141,11 @@ class SlotAttention:
             enable_fp_fusion=True,
             **both,
         )
+
+
+def _padded(num_requests: int) -> int:
+    """Return a power of two, of which few exist: Triton compiles the kernels for each."""
+    return max(32, triton.next_power_of_2(num_requests))
 
 
 class SlotPart:

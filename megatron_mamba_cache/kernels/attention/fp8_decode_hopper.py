@@ -153,7 +153,10 @@ def _put_item(parts, sums, gathered, most, total, out, item, kept, DIM: gl.const
     gl.store(sums + item * kept + sum_row, log, mask=sum_row < kept)
 
 
-@gluon.jit(do_not_specialize=["num_requests", "table_stride", "most_rows"])
+@gluon.jit(
+    do_not_specialize=["num_requests", "table_stride", "most_rows"],
+    do_not_specialize_on_alignment=["ends", "cu_query", "kv_lengths", "block_table"],  # of a group of requests
+)
 def attend_slots_hopper_kernel(
     q, k_cache, v_cache, parts, sums, ends, cu_query, kv_lengths, block_table, scale, num_requests, table_stride,
     block_stride, most_rows,

@@ -36,7 +36,10 @@ def _decoded(codes):
     return bits.to(tl.float16, bitcast=True) * 256.0
 
 
-@triton.jit(do_not_specialize=["num_requests", "table_stride", "most_rows"])
+@triton.jit(
+    do_not_specialize=["num_requests", "table_stride", "most_rows"],
+    do_not_specialize_on_alignment=["ends", "cu_query", "kv_lengths", "block_table"],  # of a group of requests
+)
 def attend_slots_kernel(
     q, k_cache, v_cache, parts, sums, ends, cu_query, kv_lengths, block_table, scale, num_requests, table_stride,
     block_stride, most_rows,
@@ -103,7 +106,7 @@ def attend_slots_kernel(
         tl.store(sums + of_item, log, mask=is_kept)
 
 
-@triton.jit(do_not_specialize=["most_rows"])
+@triton.jit(do_not_specialize=["most_rows"], do_not_specialize_on_alignment=["ends", "cu_query", "kv_lengths"])
 def combine_slots_kernel(
     out, parts, sums, ends, cu_query, kv_lengths, value_scale, most_rows,
     KV_HEADS: tl.constexpr, QUERIES: tl.constexpr, DIM: tl.constexpr, SLOT: tl.constexpr, ROWS: tl.constexpr,
