@@ -50,6 +50,7 @@ class _Part:
     num_weights: int  # number of weights used per token, in all layers
     recurrences: tuple[Recurrence, ...]  # one entry per recurrent layer
     waits_for_experts: bool
+    has_quantized_weights: bool
     fingerprint: str
 
 
@@ -88,6 +89,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         layer_weights=sum(part.num_weights for part in stages) // sum(len(part.layer_types) for part in stages),
         waits_for_experts=parts[ranks.index].waits_for_experts,
         kv_scales=kv_scales if any(scales != UNSCALED for scales in kv_scales) else (),
+        has_quantized_weights=any(part.has_quantized_weights for part in parts),
     )
 
 
@@ -108,7 +110,22 @@ def _part_of(model: Any) -> _Part:
             "the model was built without the caching modules; build it from with_mamba_cache(spec) instead of spec"
         )
     recurrences = tuple(mixer.recurrence for mixer in found[Symbols.MAMBA])
-    return _Part(layer_types, weights_of_token(model), recurrences, waits_for_experts(model), _fingerprint(model))
+    return _Part(
+        layer_types,
+        weights_of_token(model),
+        recurrences,
+        waits_for_experts(model),
+        _has_quantized_weights(model),
+        _fingerprint(model),
+    )
+
+
+def _has_quantized_weights(model: Any) -> bool:
+    return any(
+        module.form is not None if isinstance(module, QuantizableLinear) else bool(module.forms)
+        for module in model.modules()
+        if isinstance(module, QuantizableLinear | StackedExperts)
+    )
 
 
 def weights_of_token(model: Any) -> int:

@@ -46,6 +46,7 @@ class HybridModelShape:
         layer_weights: Average number of weights that a token uses per layer on this rank; 0: unknown.
         waits_for_experts: True if the host waits for the routing result within a step.
         kv_scales: Scales of FP8 keys and values, one entry per attention layer on this rank; empty: all are 1.0.
+        has_quantized_weights: True if some rank has weights that stay quantized.
     """
 
     layer_types: tuple[str, ...]
@@ -60,6 +61,7 @@ class HybridModelShape:
     layer_weights: int = 0
     waits_for_experts: bool = False
     kv_scales: tuple[KVScales, ...] = ()
+    has_quantized_weights: bool = False
 
     @property
     def has_experts(self) -> bool:

@@ -246,6 +246,7 @@ def _step_buffers(
         max_drafts=config.num_speculative_tokens,
         max_length=config.max_sequence_length,
         marks_real_tokens=shape.has_experts,
+        has_quantized_tensors=shape.has_quantized_weights or config.kv_cache_dtype == "fp8",
         fold_len=config.fold_len,
         restores_states=config.quantizes_states,
         block_size=config.block_size_tokens,

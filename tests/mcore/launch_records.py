@@ -15,6 +15,10 @@ from megatron_mamba_cache.kernels.experts import (
     grouped_gemm,
     grouped_gemm_hopper,
     pair_gemms,
+    prompt_experts,
+    quantized_experts,
+    quantized_pairs,
+    quantized_sums,
     routed_experts,
     router_logits,
     routing,
@@ -22,6 +26,14 @@ from megatron_mamba_cache.kernels.experts import (
     weighted_sum,
 )
 from megatron_mamba_cache.kernels.norm import gated_norm, norm_and_gate
+from megatron_mamba_cache.kernels.quantized import (
+    activations,
+    dequantize,
+    few_token_gemm,
+    one_token_gemm,
+    product,
+    prompt_gemm,
+)
 from megatron_mamba_cache.recurrences import align_copy
 from megatron_mamba_cache.recurrences.conv import conv
 from megatron_mamba_cache.recurrences.conv import verify as conv_verify
@@ -43,6 +55,7 @@ from tests.mcore.engine_runs import EngineRun
 
 NUM_MULTIPROCESSORS = 132
 KERNELS = (
+    (activations, "_quantize_kernel"),
     (align_copy, "_align_copy_kernel"),
     (boundary_folds, "_fold_boundaries_kernel"),
     (boundary_folds, "_plan_kernel"),
@@ -53,11 +66,13 @@ KERNELS = (
     (delta_outputs, "_delta_replay_kernel"),
     (delta_outputs_sums, "_delta_sums_kernel"),
     (delta_verify, "_delta_verify_kernel"),
+    (dequantize, "_dequantize_kernel"),
     (expert_order, "_order_kernel"),
     (expert_order, "_count_kernel"),
     (expert_order, "_sum_counts_kernel"),
     (expert_order, "_scatter_kernel"),
     (factors, "_factors_kernel"),
+    (few_token_gemm, "_few_tokens_kernel"),
     (gated_norm, "_gated_group_norm_kernel"),
     (grouped_gemm, "_grouped_gemm_kernel"),
     (grouped_gemm_hopper, "_gemm_kernel"),
@@ -65,8 +80,14 @@ KERNELS = (
     (kv_append, "_append_kv_kernel"),
     (norm_and_gate, "_norm_and_gate_kernel"),
     (one_token, "_one_token_kernel"),
+    (one_token_gemm, "_one_quantized_token_kernel"),
     (output_gate, "_gate_kernel"),
     (pair_gemms, "_pairs_kernel"),
+    (prompt_experts, "_prompt_experts_kernel"),
+    (prompt_gemm, "_prompt_gemm_kernel"),
+    (quantized_experts, "_quantized_experts_kernel"),
+    (quantized_pairs, "_quantized_pairs_kernel"),
+    (quantized_sums, "_quantized_sum_kernel"),
     (summed_gemms, "_sum_kernel"),
     (gemm_tiles, "_tiles_kernel"),
     (coefficients, "_coefficients_kernel"),
@@ -136,7 +157,9 @@ def recorded_launches(*, on_hopper: bool) -> Iterator[LaunchRecord]:
         patch.setattr(fold_mma, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         for module in (tiling, delta_tiling, fold_tiling):
             patch.setattr(module, "runs_gluon", lambda tensor: on_hopper)
-        patch.setattr(routed_experts, "launches_kernel", lambda tensor: True)
+        for module in (routed_experts, product):
+            patch.setattr(module, "launches_kernel", lambda tensor: True)
+        patch.setattr(one_token_gemm, "INTERPRETED", True)  # so that no GPU is asked whether it converts FP8
         patch.setattr(grouped_gemm_hopper, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)
         patch.setattr(gemm_tiles, "can_load_boxes", lambda weight: on_hopper)
         patch.setattr(scan, "num_multiprocessors", lambda device: NUM_MULTIPROCESSORS)

@@ -29,9 +29,19 @@ from megatron_mamba_cache.step import graphs, warmup
 from megatron_mamba_cache.step.buffers import StepLimits
 from megatron_mamba_cache.step.step_graph import StepGraph
 from megatron_mamba_cache.step.warmup import batch_sizes, decode_steps, prefill_steps, rehearse_prefill
-from tests.mcore.engine_runs import EngineRun, cache_config, greedy, hybrid, some_tokens, tiny_hybrid, tiny_sizes
+from tests.mcore.engine_runs import (
+    EngineRun,
+    Hybrid,
+    cache_config,
+    greedy,
+    hybrid,
+    some_tokens,
+    tiny_hybrid,
+    tiny_sizes,
+)
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.launch_records import NUM_MULTIPROCESSORS, recorded_launches, rehearse_engine
+from tests.mcore.quantized_hybrid import QUANTIZED_FORMS, quantized_hybrid
 
 NUM_ROWS = 20
 SMALL = {"mamba_head_dim": 16, "mamba_state_dim": 16, "ssm_chunk_size": 16}
@@ -56,10 +66,22 @@ MODELS = {
         pattern="ME*", gated_delta=GatedDeltaSizes(2, 4, 16, 32), ssm_chunk_size=16, dtype=torch.bfloat16
     ),
 }
+QUANTIZED_MODELS = {
+    f"{form}{', activations' if quantizes else ''}{', experts' if 'E' in pattern else ''}": (form, quantizes, pattern)
+    for form, quantizes in (("FP8 rows", False), ("FP8 rows", True), ("FP8 blocks", True), ("NVFP4", False))
+    for pattern in ("M*M-", "ME*")
+}
 
 
-def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
+def quantized_model(form: str, quantizes_activations: bool, pattern: str) -> Hybrid:
+    """Return a model of `QUANTIZED_MODELS`."""
+    sizes = tiny_sizes(**SMALL, hidden_size=64, pattern=pattern, dtype=torch.bfloat16)
+    return quantized_hybrid(sizes, QUANTIZED_FORMS[form], quantizes_activations=quantizes_activations)
+
+
+def start_run(subject: Hybrid | RandomHybridConfig, num_drafts: int, **settings: Any) -> EngineRun:
     """Return an engine of `NUM_ROWS` requests with little memory."""
+    subject = subject if isinstance(subject, Hybrid) else hybrid(subject)
     small = {
         "max_requests": NUM_ROWS,
         "max_tokens": 512,
@@ -68,7 +90,7 @@ def start_run(sizes: RandomHybridConfig, num_drafts: int, **settings: Any) -> En
         "paused_blocks": 10,
         "num_speculative_tokens": num_drafts,
     }
-    return EngineRun.start(hybrid(sizes), cache_config(sizes, **(small | settings)))
+    return EngineRun.start(subject, cache_config(subject.sizes, **(small | settings)))
 
 
 def run_workload(run: EngineRun) -> None:
@@ -146,6 +168,21 @@ def test_warmup_launches_every_kernel_used_by_steps(name: str, num_drafts: int, 
     assert ("_state_sums" in kernels) == ("hopper" in name and replays)
     assert launched <= rehearsed
     assert rehearsed == launched, "forms that this workload cannot ask for are compiled in vain"
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", QUANTIZED_MODELS)
+def test_warmup_launches_every_kernel_used_by_quantized_models(name: str) -> None:
+    with recorded_launches(on_hopper=False) as record:
+        run = start_run(quantized_model(*QUANTIZED_MODELS[name]), 0)
+        rehearse_engine(run)
+        rehearsed = record.take()
+        run_workload(run)
+        launched = record.take()
+    kernels = " ".join(kernel for kernel, _ in launched)
+    assert "_few_tokens" in kernels and ("_prompt_gemm" in kernels) == ("activations" in name)
+    assert ("_weighted_sum" in kernels) == ("experts" in name)
+    assert launched == rehearsed
 
 
 @needs_compiler
@@ -416,9 +453,9 @@ def test_warmup_also_warms_up_the_drafter() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="counts compilations")
 @pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *QUANTIZED_MODELS])
 def test_no_kernel_compiles_after_warmup(name: str, num_drafts: int) -> None:
-    run = start_run(MODELS[name], num_drafts)
+    run = start_run(MODELS[name] if name in MODELS else quantized_model(*QUANTIZED_MODELS[name]), num_drafts)
     before = run.context.snapshot()
     compiled = run.engine.warmup()
     after = run.context.snapshot()

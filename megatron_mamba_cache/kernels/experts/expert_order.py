@@ -31,7 +31,7 @@ def _load_experts(ids, position, num_pairs, first_expert, NUM_EXPERTS: tl.conste
     return tl.where((position < num_pairs) & (expert >= 0) & (expert < NUM_EXPERTS), expert, NUM_EXPERTS)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs", "first_expert"], do_not_specialize_on_alignment=["ids"])
 def _order_kernel(
     ids, pairs, positions, starts, num_pairs, first_expert,
     NUM_EXPERTS: tl.constexpr, PAIRS: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -52,7 +52,7 @@ def _order_kernel(
         tl.store(starts + NUM_EXPERTS, first + tl.sum(is_own, axis=0))
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"], do_not_specialize_on_alignment=["ids"])
 def _count_kernel(
     ids, ranks, counts, num_pairs, num_chunks, first_expert,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,
@@ -82,7 +82,7 @@ def _sum_counts_kernel(counts, totals, num_chunks, CHUNKS: tl.constexpr, OVERLAP
     tl.store(totals + expert, before)
 
 
-@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"])
+@triton.jit(do_not_specialize=["num_pairs", "num_chunks", "first_expert"], do_not_specialize_on_alignment=["ids"])
 def _scatter_kernel(
     ids, ranks, counts, totals, pairs, positions, starts, num_pairs, num_chunks, first_expert,
     NUM_EXPERTS: tl.constexpr, EXPERTS: tl.constexpr, CHUNK: tl.constexpr, OVERLAPS: tl.constexpr,

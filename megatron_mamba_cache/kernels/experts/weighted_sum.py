@@ -68,7 +68,7 @@ def sum_of_ranks(parts: Tensor, num_tokens: int, addend: Tensor | None = None) -
 _SUM_WIDTH = 1024
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["weights"])
 def _weighted_sum_kernel(
     rows, positions, weights, addend, out,
     HAS_ADDEND: tl.constexpr, OUTPUTS: tl.constexpr, TOP_K: tl.constexpr, NUM_WEIGHTS: tl.constexpr,
