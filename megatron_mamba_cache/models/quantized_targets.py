@@ -1,5 +1,6 @@
 """Replace the weights of a model that stay quantized, and fill them from the tensors of a checkpoint."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -54,6 +55,7 @@ class QuantizedTarget:
             return codes.numel()
         self._matrix.words[rows] = packed(codes, stored.code_bits)
         if self._activation_scale is not None and stored.activation_scale is not None:
+            _check_activation_scale(stored.activation_scale.item())
             torch.maximum(self._activation_scale, stored.activation_scale, out=self._activation_scale)
         is_cut = is_cut_in_columns(placement)
         if self._matrix.factors is not None and stored.factors is not None:
@@ -72,6 +74,14 @@ class QuantizedTarget:
             else:
                 self._matrix.scales.view(torch.uint8)[blocks] = scales.view(torch.uint8)
         return codes.numel()
+
+
+def _check_activation_scale(scale: float) -> None:
+    if not 0 < scale < math.inf:
+        raise ValueError(
+            f"the scale of its activations must be positive and finite, found {scale}; fetch the file again, or set "
+            "--activation-dtype to bf16, which does not use it"
+        )
 
 
 class QuantizedFiller:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_mamba_cache.models.checkpoints.hugging_face import read_sizes
+from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face, read_sizes
 from tests.command_line.command_runs import run_here
 from tests.models.checkpoint_edits import assert_refused, copy_of, set_fields, tensors_of, write_tensors
 from tests.models.quantized_kinds import KINDS
@@ -236,6 +236,19 @@ def test_error_names_damaged_codes_or_scales_before_building_a_model(message: st
     damage(stored)
     write_files(directory, stored, num_shards=1)
     assert_refused(directory, message)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5, np.nan, np.inf])
+def test_error_names_a_weight_whose_activation_scale_is_unusable(scale: float, wide: Path, tmp_path: Path) -> None:
+    directory = copy_of(wide, tmp_path)
+    quantize(directory, KINDS["modelopt FP8"], num_shards=1)
+    stored = read_stored(directory / "model.safetensors")
+    stored[f"{X.removesuffix('weight')}input_scale"] = stored_as("F32", scale)
+    write_files(directory, stored, num_shards=1)
+    message = f"tensor {X}: the scale of its activations must be positive and finite, found {scale}; fetch"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load_hugging_face(directory)
+    assert load_hugging_face(directory, activation_dtype="bf16").num_kept
 
 
 @pytest.mark.usefixtures("no_model_is_built")

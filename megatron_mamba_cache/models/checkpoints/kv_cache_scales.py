@@ -12,6 +12,7 @@ from .checkpoint_tensors import CheckpointTensors
 
 _KINDS = {"k_scale": "key", "v_scale": "value"}
 _QKV = "linear_qkv.weight"
+_REMEDY = "fetch the file again, or remove the tensor, without which the scale is 1.0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,10 @@ def set_kv_scales(model: nn.Module, scales: Sequence[KVScale], local_name: Calla
 
 def _checked(name: str, stored: Tensor) -> float:
     if stored.numel() != 1:
-        raise ValueError(f"tensor {name} has shape {tuple(stored.shape)}; a layer's keys or values have a single scale")
+        raise ValueError(f"tensor {name} has shape {tuple(stored.shape)}; a layer's keys or values have a single scale; {_REMEDY}")
     scale = stored.float().item()
     try:
         KVScales(scale, scale)
     except ValueError as error:
-        raise ValueError(f"tensor {name}: {error}") from error
+        raise ValueError(f"tensor {name}: {error}; {_REMEDY}") from error
     return scale
