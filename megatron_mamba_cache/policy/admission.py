@@ -80,15 +80,28 @@ class PrefixMatch:
 
 @dataclass(frozen=True, slots=True)
 class AdmissionRules:
-    """Engine settings for the planning of admissions and prefill chunks."""
+    """Engine settings for the planning of admissions and prefill chunks.
+
+    Args:
+        rounds_at_boundaries: True if prefill rounds states at block boundaries. If chunks are aligned, they then only
+            end within a block if a whole step has fewer tokens than the block; states are rounded there, too.
+    """
 
     boundaries: BoundaryRule
     align_prefill_chunks: bool
+    rounds_at_boundaries: bool = False
 
-    def chunk_end(self, *, start: int, prompt_len: int, budget: int) -> int:
-        """Return the end position of a prefill chunk that starts at `start` and has at most `budget` tokens."""
+    def chunk_end(self, *, start: int, prompt_len: int, budget: int, follows_prompts: bool = False) -> int:
+        """Return the end position of a prefill chunk that starts at `start` and has at most `budget` tokens.
+
+        Args:
+            follows_prompts: True if the step computes prompt tokens of other requests. The result may then be `start`:
+                the chunk must wait for a step with more tokens left.
+        """
         block_size, align = self.boundaries.block_size, self.align_prefill_chunks
-        return prefill_chunk_end(start=start, prompt_len=prompt_len, budget=budget, block_size=block_size, align=align)
+        end = prefill_chunk_end(start=start, prompt_len=prompt_len, budget=budget, block_size=block_size, align=align)
+        is_rounded = self.rounds_at_boundaries and align and end < prompt_len and end % block_size != 0
+        return start if is_rounded and follows_prompts else end
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +130,19 @@ def match_prefix(prompt: PromptView, kv: KVBlockPool, slots: SlotPool, block_siz
 
 
 def plan_admission(
-    prompt: PromptView, pools: CachePools, *, budget: int, reserved_keys: Container[BlockKey], rules: AdmissionRules
+    prompt: PromptView,
+    pools: CachePools,
+    *,
+    budget: int,
+    reserved_keys: Container[BlockKey],
+    rules: AdmissionRules,
+    follows_prompts: bool = False,
 ) -> AdmissionPlan | Refusal:
     """Return a plan to admit a request within `budget` tokens, or the reason why it cannot be admitted.
 
     Args:
         reserved_keys: Keys of the boundaries at which other requests will cache states in this step.
+        follows_prompts: As in `AdmissionRules.chunk_end`.
     """
     block_size = rules.boundaries.block_size
     match = match_prefix(prompt, pools.kv, pools.slots, block_size)
@@ -141,8 +161,9 @@ def plan_admission(
             return Refusal.NO_BLOCKS
     if budget < 1:
         return Refusal.NO_TOKENS
-    end = rules.chunk_end(start=match.skip_tokens, prompt_len=prompt.prompt_len, budget=budget)
-    return AdmissionPlan(match, num_new_blocks, end)
+    start = match.skip_tokens
+    end = rules.chunk_end(start=start, prompt_len=prompt.prompt_len, budget=budget, follows_prompts=follows_prompts)
+    return AdmissionPlan(match, num_new_blocks, end) if end > start else Refusal.NO_TOKENS
 
 
 def has_room(match: PrefixMatch, num_new_blocks: int, pools: CachePools, block_size: int) -> bool:

@@ -85,13 +85,22 @@ class PrefixCache:
         )
         self._num_admitted = 0
 
-    def plan(self, candidate: Candidate, budget: int) -> AdmissionPlan | Refusal:
-        """Return a plan to admit a candidate within `budget` tokens, or why it must wait; the pools do not change."""
+    def plan(self, candidate: Candidate, budget: int, *, follows_prompts: bool = False) -> AdmissionPlan | Refusal:
+        """Return a plan to admit a candidate within `budget` tokens, or why it must wait; the pools do not change.
+
+        Args:
+            follows_prompts: As in `AdmissionRules.chunk_end`.
+        """
         if self.tiers.awaits(candidate.spec.request_id):
             candidate.awaited_copy = True
             return Refusal.WAITS_FOR_COPY
         return plan_admission(
-            self._view(candidate), self.pools, budget=budget, reserved_keys=self._reservations.keys, rules=self.rules
+            self._view(candidate),
+            self.pools,
+            budget=budget,
+            reserved_keys=self._reservations.keys,
+            rules=self.rules,
+            follows_prompts=follows_prompts,
         )
 
     def prefetch(self, candidates: Iterable[Candidate]) -> None:
@@ -177,10 +186,16 @@ class PrefixCache:
         for position in positions:
             self._reservations.reserve_in_prompt(request, position)
 
-    def continue_prefill(self, request: RunningRequest, budget: int) -> None:
-        """Schedule the request's next prefill chunk of at most `budget` tokens."""
-        end = self.rules.chunk_end(start=request.computed, prompt_len=request.spec.prompt_len, budget=budget)
-        self.schedule_chunk(request, end)
+    def continue_prefill(self, request: RunningRequest, budget: int, *, follows_prompts: bool = False) -> None:
+        """Schedule the request's next prefill chunk of at most `budget` tokens, unless it must wait.
+
+        Args:
+            follows_prompts: As in `AdmissionRules.chunk_end`.
+        """
+        start, prompt_len = request.computed, request.spec.prompt_len
+        end = self.rules.chunk_end(start=start, prompt_len=prompt_len, budget=budget, follows_prompts=follows_prompts)
+        if end > start:
+            self.schedule_chunk(request, end)
 
     def schedule_decode(self, request: RunningRequest, drafts: Sequence[int] = ()) -> None:
         """Schedule a request's next token and the drafts that fit; reserve a slot if the step may reach a boundary."""

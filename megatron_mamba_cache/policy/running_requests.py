@@ -119,12 +119,13 @@ class RunningRequests:
         """
         if self.is_full:
             return Refusal.TOO_MANY_REQUESTS
-        plan = self.cache.plan(candidate, budget)
+        follows_prompts = self.counts.prefilling > 0
+        plan = self.cache.plan(candidate, budget, follows_prompts=follows_prompts)
         # Without running requests, only restores for other waiting requests can free memory.
         while plan in (Refusal.NO_BLOCKS, Refusal.NO_SLOT) and not self._requests:
             if not self.cache.tiers.make_room(candidate.request_id):
                 break
-            plan = self.cache.plan(candidate, budget)
+            plan = self.cache.plan(candidate, budget, follows_prompts=follows_prompts)
         if isinstance(plan, Refusal):
             self.cache.counters.admissions_deferred += plan is Refusal.WAITS_FOR_PREFIX
             return plan

@@ -152,7 +152,9 @@ class StepScheduler:
         for request in requests.prefilling:
             if requests.prompt_budget > 0:
                 self._in_hand = request.request_id
-                requests.cache.continue_prefill(request, requests.prompt_budget)
+                requests.cache.continue_prefill(
+                    request, requests.prompt_budget, follows_prompts=requests.counts.prefilling > 0
+                )
             if _is_unfinished(request):
                 unfinished = request
         return unfinished

@@ -160,6 +160,10 @@ class HybridModelShape:
         buffers = self.draft_buffers(config)
         return 0 if buffers is None else buffers.num_bytes
 
+    def rounds_at_boundaries(self, config: CacheConfig) -> bool:
+        """Return True if prefill rounds states at each block boundary, whether a chunk ends there or not: in fp16."""
+        return self._dtypes(config).whole is torch.float16
+
     def rounding_len(self, config: CacheConfig) -> int | None:
         """Return the number of tokens after which a step must end to round a replayed state; None if no step must."""
         is_inexact = config.replays and self._dtypes(config).whole.itemsize < torch.float32.itemsize

@@ -91,7 +91,7 @@ class CacheMemory:
         self.boundary_rule = BoundaryRule(config.block_size_tokens, stride)
         self.prefix_cache = PrefixCache(
             pools,
-            AdmissionRules(self.boundary_rule, config.align_prefill_chunks),
+            AdmissionRules(self.boundary_rule, config.align_prefill_chunks, shape.rounds_at_boundaries(config)),
             CacheIdentity(shape.cache_fingerprint(config), weights_version),
             counters,
             draft_states=_draft_states(config, shape, self.slots),

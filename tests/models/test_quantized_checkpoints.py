@@ -218,8 +218,14 @@ def test_attention_layers_get_their_kv_scales(
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({"k_proj.k_scale": torch.ones(2)}, r"k_proj.k_scale has shape \(2,\); .* have a single scale; fetch the file again, or"),
-        ({"v_scale": torch.tensor(0.0)}, "v_scale: .* must be positive and finite, found 0.0; fetch the file again, or"),
+        (
+            {"k_proj.k_scale": torch.ones(2)},
+            r"k_proj.k_scale has shape \(2,\); .* have a single scale; fetch the file again, or",
+        ),
+        (
+            {"v_scale": torch.tensor(0.0)},
+            "v_scale: .* must be positive and finite, found 0.0; fetch the file again, or",
+        ),
         ({"k_proj.k_scale": torch.ones(()), "k_scale": torch.ones(())}, "scale the same keys; remove one of them"),
     ],
 )

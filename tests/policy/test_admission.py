@@ -148,6 +148,16 @@ def test_request_is_not_admitted_when_the_token_budget_is_0() -> None:
     assert Pools().plan(5, budget=0) is Refusal.NO_TOKENS
 
 
+@pytest.mark.parametrize(("budget", "end"), [(BLOCK - 1, None), (BLOCK + 1, BLOCK), (3 * BLOCK, 2 * BLOCK + 1)])
+def test_chunk_that_rounds_a_state_within_a_block_waits_for_a_step_without_other_prompts(
+    budget: int, end: int | None
+) -> None:
+    rules = AdmissionRules(BoundaryRule(BLOCK), align_prefill_chunks=True, rounds_at_boundaries=True)
+    sizes = {"start": 0, "prompt_len": 2 * BLOCK + 1, "budget": budget}
+    assert rules.chunk_end(**sizes, follows_prompts=True) == (end or 0)
+    assert rules.chunk_end(**sizes) == (end or budget)
+
+
 def test_matched_blocks_do_not_count_as_free_for_new_blocks() -> None:
     pools = Pools(num_blocks=4)
     pools.cache(2, states_at=(1,))

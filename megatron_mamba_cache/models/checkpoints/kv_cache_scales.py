@@ -68,7 +68,9 @@ def set_kv_scales(model: nn.Module, scales: Sequence[KVScale], local_name: Calla
 
 def _checked(name: str, stored: Tensor) -> float:
     if stored.numel() != 1:
-        raise ValueError(f"tensor {name} has shape {tuple(stored.shape)}; a layer's keys or values have a single scale; {_REMEDY}")
+        raise ValueError(
+            f"tensor {name} has shape {tuple(stored.shape)}; a layer's keys or values have a single scale; {_REMEDY}"
+        )
     scale = stored.float().item()
     try:
         KVScales(scale, scale)
