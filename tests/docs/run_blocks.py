@@ -1,9 +1,11 @@
 """Run the code blocks of the documentation as written, in the environment of the Python that runs this.
 
-    python -m tests.docs.run_blocks --environment base|server|test [--page README.md ...] [--pip-lines | --first]
+    python -m tests.docs.run_blocks --environment base|server|test [--page README.md ...]
+        [--as-written | --pip-lines | --first]
 
-Imports the standard library only. `pip install` lines are left out: `--pip-lines` prints them and runs nothing. Every
-page runs in its own copy of the repository's layout, so that files written by blocks leave no trace.
+Imports the standard library only. Every page runs in its own copy of the repository's layout, so that files written by
+blocks leave no trace, and without its `pip install` lines: `--pip-lines` prints them and runs nothing. `--as-written`
+runs them too, and everything in the repository itself.
 """
 
 import argparse
@@ -13,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from .blocks import ENVIRONMENTS, REPOSITORY, Block, blocks_of, matches, pages, pip_lines, without_pip
@@ -51,12 +53,16 @@ class BlockRunner:
     Args:
         environment: Variables of the processes.
         port: Port that servers and clients use instead of the default port.
+        installs: If True, run `pip install` lines too.
     """
 
-    def __init__(self, folder: Path, environment: Mapping[str, str], port: int = _USUAL_PORT) -> None:
+    def __init__(
+        self, folder: Path, environment: Mapping[str, str], port: int = _USUAL_PORT, *, installs: bool = False
+    ) -> None:
         self._folder = folder
         self._environment = dict(environment)
         self._port = port
+        self._installs = installs
         self._server: ServerProcess | None = None
         self._python: PythonWorker | None = None
 
@@ -118,7 +124,7 @@ class BlockRunner:
         return done.stdout
 
     def _text(self, block: Block) -> str:
-        text = without_pip(block.text) if block.language == "bash" else block.text
+        text = without_pip(block.text) if block.language == "bash" and not self._installs else block.text
         if self._port == _USUAL_PORT:
             return text
         text = text.replace(f":{_USUAL_PORT}", f":{self._port}")
@@ -135,7 +141,8 @@ def main() -> int:
     """Run the blocks that the flags select, and return the exit status."""
     parser = argparse.ArgumentParser(description="Run the code blocks of the documentation as written.")
     parser.add_argument("--environment", choices=ENVIRONMENTS, required=True)
-    parser.add_argument("--page", action="append", type=Path, help="default: the README and all pages of docs/")
+    parser.add_argument("--page", nargs="+", type=Path, help="default: the README and all pages of docs/")
+    parser.add_argument("--as-written", action="store_true", help="run pip install lines too, in the repository itself")
     parser.add_argument("--pip-lines", action="store_true", help="print the pip install lines and run nothing")
     parser.add_argument("--first", action="store_true", help="print the first block as written and run nothing")
     arguments = parser.parse_args()
@@ -155,7 +162,8 @@ def main() -> int:
             continue
         began = time.monotonic()
         try:
-            with folder_like_repository() as folder, BlockRunner(folder, environment) as runner:
+            chosen_folder = nullcontext(REPOSITORY) if arguments.as_written else folder_like_repository()
+            with chosen_folder as folder, BlockRunner(folder, environment, installs=arguments.as_written) as runner:
                 runner.run(blocks)
         except BlockError as error:
             print(error, file=sys.stderr)
