@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
+from itertools import combinations, groupby
 from types import FunctionType, ModuleType, SimpleNamespace
 
 import numpy as np
@@ -13,6 +14,44 @@ from triton.runtime import driver, interpreter
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED
 from tests.kernels.kernel_stand_ins import AbsentHopper, CompiledInsteadOfLaunched
+
+_OPS = ("op", "ops")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests marked slow are skipped
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """In the interpreter, mark cases of a test slow that have no pair of values that its others lack.
+
+    Compiled kernels and references run with all combinations of parameters; the interpreter takes seconds for a case.
+    """
+    cases = [
+        item
+        for item in items
+        if INTERPRETED and hasattr(item, "callspec") and not any(map(item.get_closest_marker, ("slow", "gpu")))
+    ]
+    for _, same in groupby(cases, key=lambda item: item.nodeid.partition("[")[0]):
+        for item in _without_new_pairs(list(same)):
+            item.add_marker(pytest.mark.slow)
+
+
+def _without_new_pairs(cases: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the cases that are left when the others have every pair of parameters' values with each op."""
+    pairs = {case: set(_pairs(case.callspec.params)) for case in cases}  # type: ignore[attr-defined]
+    missing = set[tuple[object, ...]]().union(*pairs.values())
+    if not missing:
+        return []
+    left = list(cases)
+    while missing:
+        best = max(left, key=lambda case: len(pairs[case] & missing))
+        missing -= pairs[best]
+        left.remove(best)
+    return left
+
+
+def _pairs(params: dict[str, object]) -> Iterator[tuple[object, ...]]:
+    op = tuple(repr(params[name]) for name in _OPS if name in params)
+    others = sorted((name, repr(value)) for name, value in params.items() if name not in _OPS)
+    return ((op, *pair) for pair in combinations(others, 2))
 
 
 @pytest.fixture(autouse=True, scope="session")
