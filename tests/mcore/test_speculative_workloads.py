@@ -29,7 +29,7 @@ SEEDS = [
     pytest.param("dense", True, range(2, 38), id="replayed-long", marks=pytest.mark.slow),
     pytest.param("toy", False, range(1), id="toy", marks=on_cpu),
     pytest.param("toy", False, range(1, len(SHORT)), id="toy-more", marks=[on_cpu, pytest.mark.long]),
-    pytest.param("toy", False, range(len(SHORT), 38), id="toy-long", marks=[on_cpu, pytest.mark.long]),
+    pytest.param("toy", False, range(len(SHORT), 38), id="toy-long", marks=[on_cpu, pytest.mark.slow]),
     pytest.param("gated delta", False, range(1), id="gated-delta"),
     pytest.param("gated delta", False, range(1, len(SHORT)), id="gated-delta-more", marks=pytest.mark.long),
     pytest.param("gated delta", False, range(len(SHORT), 38), id="gated-delta-long", marks=pytest.mark.slow),
