@@ -49,10 +49,9 @@ def align_copy_ref(moves: Sequence[StateMove], rows: AlignBatch, block_size: int
     redirect = redirect_padding(keeps)
     targets = torch.where(keeps, rows.targets, 0).index_select(0, redirect).to(torch.int64)
     sources = whole.index_select(0, redirect)
+    # Not index_select: on a CPU, it copies a tensor whole whose slots are not adjacent.
     kept = [
-        _windows(move, keeps, window, shift).index_select(1, redirect)
-        if move.window_len
-        else move.source.index_select(1, sources)
+        _windows(move, keeps, window, shift).index_select(1, redirect) if move.window_len else move.source[:, sources]
         for move in moves
     ]
     any_kept = keeps.any()
@@ -87,7 +86,7 @@ def _decide(rows: AlignBatch, block_size: int) -> tuple[Tensor, Tensor, Tensor, 
 def _windows(move: StateMove, keeps: Tensor, slots: Tensor, shift: Tensor) -> Tensor:
     """Return the windows to cache, [layers, requests, window_len, ...]; for other requests, the window in slot 0."""
     pool = move.source if move.tail is None else move.source[:, :, : move.window_len]
-    stored = windows_with_drafts(pool.index_select(1, slots), move.tail, keeps)
+    stored = windows_with_drafts(pool[:, slots], move.tail, keeps)
     times = shift[:, None] + torch.arange(move.window_len, device=shift.device)  # [requests, window_len]
     index = times.reshape(1, *times.shape, *[1] * (stored.dim() - 3))
     return stored.gather(2, index.expand(stored.shape[0], -1, -1, *stored.shape[3:]))

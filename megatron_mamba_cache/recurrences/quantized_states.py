@@ -232,7 +232,7 @@ def store_quantized_ref(pointers: QuantizedStates, slots: Tensor, states: Tensor
 def restore_states_ref(states: QuantizedStates, pool: Tensor, src: Tensor, dst: Tensor) -> None:
     """Torch reference for `restore_states`."""
     used = src.clamp_min(0).to(torch.int64)
-    values = states.values.view(torch.int8).index_select(1, used).view(states.values.dtype).to(torch.float32)
-    restored = values * states.scales.index_select(1, used)[..., None, :]
+    values = states.values.view(torch.int8)[:, used].view(states.values.dtype).to(torch.float32)
+    restored = values * states.scales[:, used, ..., None, :]
     numbers = torch.where(src < 0, src, torch.arange(src.shape[0], dtype=src.dtype, device=src.device))
     copy_slots_ref((restored,), (pool,), numbers, dst)

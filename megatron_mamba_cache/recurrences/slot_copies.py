@@ -156,5 +156,5 @@ def copy_slots_ref(sources: Sequence[Tensor], pools: Sequence[Tensor], src: Tens
     to_slot = torch.where(valid, dst, 0).index_select(0, redirect).to(torch.int64)
     any_valid = valid.any()
     for source, pool in zip(sources, pools, strict=True):
-        states = source.index_select(1, from_slot).to(pool.dtype)
+        states = source[:, from_slot].to(pool.dtype)  # not index_select, which may copy the whole source on a CPU
         pool.index_copy_(1, to_slot, torch.where(any_valid, states, pool[:, :1]))

@@ -267,6 +267,22 @@ def test_align_copy_moves_tensors_of_several_groups_in_one_launch(
     assert all(same_bits(pool, moved) for pool, moved in zip(pools, expected, strict=True))
 
 
+def test_reference_reads_only_the_copied_slots() -> None:
+    state = torch.arange(1.0, 5.0)
+    whole = state.as_strided((2, 2**40, 4), (0, 0, 1))  # a copy of it would need 32 TiB
+    windows = state.as_strided((2, 2**40, WINDOW_LEN + 4, 4), (0, 0, 0, 1))
+    moves = [
+        StateMove(whole, torch.zeros(2, 6, 4)),
+        StateMove(windows, torch.zeros(2, 6, WINDOW_LEN, 4), WINDOW_LEN),
+    ]
+    rows = crossing_rows(1, shift=2)
+    align_copy_module.align_copy_ref(moves, device_batch(rows, "cpu"), BLOCK)
+    for move in moves:
+        assert isinstance(move.target, Tensor)
+        is_target = torch.arange(6) == rows[0].target
+        assert (move.target[:, is_target] == state).all() and not move.target[:, ~is_target].any()
+
+
 @both_ops
 def test_align_copy_preserves_the_bits_of_nan(op: Op, device: str) -> None:
     pools = make_pools(device, 6)

@@ -209,6 +209,14 @@ def test_slot_copy_refuses_mismatched_arguments(name: str) -> None:
 
 
 @pytest.mark.gpu
+def test_reference_reads_only_the_copied_slots() -> None:
+    state = torch.arange(1.0, 5.0)
+    source = state.as_strided((2, 2**40, 4), (0, 0, 1))  # a copy of it would need 32 TiB
+    pool = torch.zeros(2, 4, 4)
+    copy_slots_ref((source,), (pool,), int32([77, 78], "cpu"), int32([1, 3], "cpu"))
+    assert torch.equal(pool, torch.stack([0 * state, state, 0 * state, state]).expand(2, -1, -1))
+
+
 @needs_cuda
 def test_slot_copy_in_a_replayed_graph_reads_new_slots() -> None:
     pools, src, dst = make_pools("cuda"), int32([1, 2, 3], "cuda"), int32([4, PAD_SLOT, 6], "cuda")
