@@ -65,7 +65,10 @@ def test_inaccurate_drafts_cost_at_most_2_percent(model: str, num_requests: int,
 @shadowed
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("num_requests", ROWS)
-@pytest.mark.parametrize("probability", [0.15, 0.3, 0.5, 0.7, 0.9])
+@pytest.mark.parametrize(
+    "probability",
+    [0.15, pytest.param(0.3, marks=pytest.mark.long), 0.5, pytest.param(0.7, marks=pytest.mark.long), 0.9],
+)
 def test_adaptive_counts_gain_nearly_as_much_as_the_best_fixed_count(
     model: str, num_requests: int, probability: float, shadows: bool
 ) -> None:
