@@ -53,7 +53,8 @@ class StepLimits:
         max_drafts: Maximum number of draft tokens per request.
         max_length: Maximum number of tokens per request; 0 if only `max_blocks` limits it.
         marks_real_tokens: True if the model needs to know which tokens are not padding.
-        has_quantized_tensors: True if weights or the KV cache are quantized.
+        has_quantized_weights: True if some weights stay quantized.
+        has_fp8_kv: True if keys and values are cached as FP8 codes.
         fold_len: Number of tokens after which a draft buffer is folded into the state; 0 without draft buffers.
         restores_states: True if cached states are copied into live slots before a step's forward pass.
         block_size: Number of tokens per KV block.
@@ -66,7 +67,8 @@ class StepLimits:
     max_drafts: int = 0
     max_length: int = 0
     marks_real_tokens: bool = False
-    has_quantized_tensors: bool = False
+    has_quantized_weights: bool = False
+    has_fp8_kv: bool = False
     fold_len: int = 0
     restores_states: bool = False
     block_size: int = 0

@@ -115,7 +115,7 @@ def prefill_steps(limits: StepLimits, block_size: int, dummy_block: BlockId) -> 
         yield [prefill_padding_request(1, dummy_block) for _ in range(num_requests)]
     if limits.max_tokens > 1:
         yield [prefill_padding_request(2, dummy_block)]
-    if limits.marks_real_tokens or limits.has_quantized_tensors:
+    if limits.marks_real_tokens or limits.has_quantized_weights:
         # GEMM variants depend on the number of tokens, which may exceed the length of one request.
         for num_tokens in batch_sizes(min(limits.max_tokens, limits.max_requests * longest)):
             lengths = [longest] * (num_tokens // longest) + [num_tokens % longest] * (num_tokens % longest > 0)
@@ -132,7 +132,7 @@ def decode_steps(limits: StepLimits, dummy_block: BlockId) -> Iterator[Rows]:
     widest = min(1 + limits.max_drafts, limits.max_tokens)
     for width in range(1, widest + 1):  # replay kernels are specialized for the width
         yield [decode_padding_request(width, dummy_block)]
-    if limits.has_quantized_tensors:  # whose kernels for decode tokens depend on the number of requests
+    if limits.has_quantized_weights or limits.has_fp8_kv:  # whose kernels depend on the number of requests
         for num_requests in batch_sizes(min(limits.max_requests, limits.max_tokens // widest))[1:]:
             yield [decode_padding_request(widest, dummy_block) for _ in range(num_requests)]
     most_tokens = min(_MOST_RESIDUES - 1, (limits.max_requests - 1) * widest, limits.max_tokens - 1)

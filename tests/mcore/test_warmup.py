@@ -403,6 +403,8 @@ def test_warmup_steps_respect_request_and_token_limits(data: st.DataObject) -> N
         max_drafts=data.draw(st.integers(0, 8)),
         max_length=data.draw(st.integers(1, 300)),
         marks_real_tokens=data.draw(st.booleans()),
+        has_quantized_weights=data.draw(st.booleans()),
+        has_fp8_kv=data.draw(st.booleans()),
     )
     prefilling, decoding = list(prefill_steps(limits, 16, 0)), list(decode_steps(limits, 0))
     for requests in prefilling + decoding:
