@@ -4,6 +4,7 @@ import ast
 import re
 from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -138,6 +139,12 @@ def read_package(root: Path) -> Package:
         source = file.read_text(encoding="utf-8")
         modules[name] = Module(name, is_package, source, parsed(source))
     return Package(root.name, modules)
+
+
+@cache
+def this_package() -> Package:
+    """Parse every module of the package, once for all checks."""
+    return read_package(PACKAGE_ROOT)
 
 
 def _imported_paths(module: Module, root_name: str) -> Iterator[tuple[str, ...]]:
@@ -434,7 +441,7 @@ CHECKS: tuple[Check, ...] = (
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_package_follows_the_architecture_rules(check: Check) -> None:
-    package = read_package(PACKAGE_ROOT)
+    package = this_package()
     assert ("errors",) in package.modules
     assert list(check(package)) == []
 

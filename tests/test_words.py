@@ -132,20 +132,24 @@ def name_violations(module: str, source: str) -> Found:
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     names = {(token.string, token.start[0]) for token in tokens if token.type == tokenize.NAME}
     for name, line in names | {(module, 1)}:
-        if name in FIXED_NAMES:
-            continue
-        words = " ".join(_WORDS.findall(name)).lower()
-        for pattern, instead in _NAMES:
-            if pattern.search(words):
-                yield line, f"{name}: write {instead}"
+        for instead in better_names(name):
+            yield line, f"{name}: write {instead}"
+
+
+@cache
+def better_names(name: str) -> tuple[str, ...]:
+    """Return what to write instead of the words of an identifier that the table of names forbids."""
+    words = "" if name in FIXED_NAMES else " ".join(_WORDS.findall(name)).lower()
+    return tuple(instead for pattern, instead in _NAMES if pattern.search(words))
 
 
 def prose_violations(texts: list[tuple[int, str]]) -> Found:
     """Yield phrases of docstrings, comments or messages that the table of phrases forbids."""
     for line, text in texts:
         text = EXEMPT.sub(lambda match: re.sub(r"\w", "_", match[0]), text)
+        in_one_line = re.sub(r"\s", " ", text)
         for pattern, instead in _PHRASES:
-            for match in pattern.finditer(re.sub(r"\s", " ", text)):
+            for match in pattern.finditer(in_one_line):
                 yield line + text.count("\n", 0, match.start()), f"{match[0]!r}: write {instead}"
 
 
@@ -218,7 +222,7 @@ def messages(tree: ast.Module) -> list[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Raise):
             parents: list[ast.AST] = [node]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in speaking:
+        elif isinstance(node, ast.Call) and called_name(node.func) in speaking:
             parents = list(node.args)
         elif isinstance(node, ast.keyword) and node.arg == "help":
             parents = [node.value]
@@ -227,6 +231,11 @@ def messages(tree: ast.Module) -> list[tuple[int, str]]:
         texts = [inner for parent in parents for inner in ast.walk(parent) if isinstance(inner, ast.Constant)]
         found += [(text.lineno, text.value) for text in texts if isinstance(text.value, str)]
     return found
+
+
+def called_name(function: ast.expr) -> str:
+    """Return the name of a called function or method, "" if it has none."""
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def python_files(name: str) -> list[Path]:
