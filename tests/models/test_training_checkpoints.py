@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, MetadataIndex
 
 from megatron_mamba_cache.models.architecture import (
     AttentionSizes,
@@ -331,6 +332,30 @@ def test_reading_the_tensor_index_runs_no_code(keeps_the_index: bool, trained: L
     index_file.write_bytes(pickle.dumps(dangerous))
     assert f"{index_file} cannot be read: a tensor index must not refer to posix.system" in refusal_of(run)
     assert not witness.exists()
+
+
+def test_an_index_that_python_3_11_2_wrote_is_read(
+    trained: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(trained.directory, run)
+    (index_file,) = run.rglob(".metadata")
+    index = pickle.loads(index_file.read_bytes())
+    with monkeypatch.context() as patch:
+        patch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", lambda self, _: (getattr, (type(self), self.name)))
+        index_file.write_bytes(pickle.dumps(index))
+    assert b"getattr" in index_file.read_bytes()
+    load_megatron_checkpoint(run, torch.float32)
+    index.planner_data = AttributeOfClass()
+    index_file.write_bytes(pickle.dumps(index))
+    assert "a tensor index must not refer to an attribute of anything but an enum" in refusal_of(run)
+
+
+class AttributeOfClass:
+    """Is pickled as an attribute of a class that is not an enum."""
+
+    def __reduce__(self) -> tuple[Any, tuple[type, str]]:
+        return getattr, (MetadataIndex, "__init__")
 
 
 def test_error_names_a_training_argument_that_is_a_tensor(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import struct
 from argparse import Namespace
 from collections.abc import Mapping
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +124,16 @@ def check_tensor_index(directory: Path) -> None:
         raise ValueError(f"{directory} does not hold the weights of a model: {path} cannot be read: {error}") from error
 
 
+def _enum_member(enum: Any, name: str) -> Enum:
+    if not (isinstance(enum, type) and issubclass(enum, Enum)):
+        raise pickle.UnpicklingError("a tensor index must not refer to an attribute of anything but an enum")
+    return enum[name]
+
+
 class _KnownNamesOnly(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 writes members of enums
+            return _enum_member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not (is_dtype or (module, name) in _KNOWN_NAMES or (module in _KNOWN_MODULES and "." not in name)):
             raise pickle.UnpicklingError(f"a tensor index must not refer to {module}.{name}")
