@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.models.architecture import HybridArchitecture
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
-from megatron_mamba_cache.models.checkpoints.hugging_face import FAMILIES
+from megatron_mamba_cache.models.checkpoints.checkpoint_family import FAMILIES
 from megatron_mamba_cache.models.hybrid_model import build_hybrid_model, check_buildable
 from megatron_mamba_cache.models.kept_form import Ranks
 from megatron_mamba_cache.models.parameter_shapes import filled_of

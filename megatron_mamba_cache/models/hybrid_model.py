@@ -1,125 +1,30 @@
 """Build this rank's shard of the Megatron model that an architecture describes."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.mamba.mamba_model import MambaModel
 from megatron.core.transformer import TransformerConfig
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from megatron.core.transformer.spec_utils import ModuleSpec
 
-from ..mcore.linear import frozen
 from ..mcore.local_spec import LocalSpecOptions, local_hybrid_spec
 from ..mcore.model_ranks import initialize_single_process
+from .allocation import ReplaceWeights, allocated
 from .architecture import ACTIVATIONS, ExpertsSizes, GatedDeltaSizes, HybridArchitecture, MambaSizes, check_architecture
 from .rank_shard import RankShard, check_ranks, stage_lengths
 
-_TRANSFERS = (Tensor.to, Tensor.cuda, Tensor.cpu)
-
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Context manager that creates all tensors on the meta device, even if another device is requested."""
-    with torch.device("meta"), _OnMeta():
-        yield
-
-
-class _OnMeta(TorchFunctionMode):
-    """Function mode that replaces any requested device by the meta device and ignores transfers between devices."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func in _TRANSFERS:
-            dtype = next((value for value in (*args[1:], *named.values()) if isinstance(value, torch.dtype)), None)
-            return args[0] if dtype is None else args[0].type(dtype)
-        if named.get("device") is not None:
-            named["device"] = "meta"
-        return func(*args, **named)
-
-
-class _MatricesOnMeta(TorchFunctionMode):
-    """Mode in which `torch.empty` creates tensors of two and more dimensions on the meta device."""
-
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func is torch.empty and (len(args) > 1 or (args and not isinstance(args[0], int) and len(args[0]) > 1)):
-            named["device"] = "meta"
-        return func(*args, **named)
-
-
-def _give_memory(model: torch.nn.Module, device: torch.device) -> None:
-    """Replace parameters and buffers on the meta device by uninitialized ones on `device`."""
-    replaced: dict[int, Tensor] = {}
-    for module in model.modules():
-        for owned in (module._parameters, module._buffers):
-            for name, tensor in owned.items():
-                if tensor is None or tensor.device.type != "meta":
-                    continue
-                if id(tensor) not in replaced:
-                    values = torch.empty_like(tensor, device=device)
-                    if isinstance(tensor, torch.nn.Parameter):
-                        values = frozen(values, like=tensor).requires_grad_(tensor.requires_grad)
-                    replaced[id(tensor)] = values
-                owned[name] = replaced[id(tensor)]  # type: ignore[assignment]
-
-
-_SIZES_SHOWN = 4
-
-
-@contextmanager
-def largest_sizes_named(fields: Mapping[str, Any]) -> Iterator[None]:
-    """Context manager that turns torch's allocation errors into a `MemoryError` with the model's largest dimensions.
-
-    Args:
-        fields: Fields of an architecture, by name; nested fields are included, and each integer is a dimension.
-    """
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if isinstance(error, RuntimeError) and "alloc" not in str(error):
-            raise
-        sizes = sorted(_sizes("", fields), key=lambda size: size[1], reverse=True)
-        largest = ", ".join(f"{name}={size}" for name, size in sizes[:_SIZES_SHOWN])
-        raise MemoryError(f"the model's weights do not fit in memory; its largest dimensions are {largest}") from error
-
-
-def _sizes(prefix: str, fields: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    for name, value in fields.items():
-        if isinstance(value, Mapping):
-            yield from _sizes(f"{prefix}{name}.", value)
-        elif type(value) is int:
-            yield f"{prefix}{name}", value
-
 
 def build_hybrid_model(
-    architecture: HybridArchitecture,
-    dtype: torch.dtype,
-    replace_weights: Callable[[MambaModel, torch.device], None] | None = None,
+    architecture: HybridArchitecture, dtype: torch.dtype, replace_weights: ReplaceWeights | None = None
 ) -> MambaModel:
     """Build this rank's shard of the model, in eval mode, with uninitialized parameters.
 
     The model is split over Megatron's tensor-, pipeline- and expert-parallel ranks. If `parallel_state` is not
-    initialized, the whole model is built. Long because of Megatron's arguments.
+    initialized, the whole model is built.
 
     Args:
-        replace_weights: Function of the model and its device that replaces parameters, e.g. by quantized ones. It is
-            called before matrices have memory, so replaced ones never take memory. None: replace nothing.
+        replace_weights: Called before matrices have memory, so replaced ones never take memory. None: replace nothing.
 
     Raises:
         ValueError: If the layer pattern has an unknown symbol or lacks recurrent or attention layers, or if a
@@ -129,38 +34,43 @@ def build_hybrid_model(
     check_buildable(architecture)
     part = RankShard.of_process(architecture)
     rotary_base = architecture.attention.rotary_base
-    options = LocalSpecOptions(
-        **_mixer_options(architecture.recurrent),
-        norm_eps=architecture.norm_eps,
-        has_head_norms=architecture.attention.has_head_norms,
-        num_experts=architecture.experts.num_experts if architecture.experts else None,
-        routing=architecture.experts.rule if architecture.experts else None,
-        input_multiplier=architecture.input_multiplier,
-        residual_multiplier=architecture.residual_multiplier,
-        output_multiplier=architecture.output_multiplier,
+
+    def build() -> MambaModel:
+        return MambaModel(
+            transformer_config(architecture, dtype),
+            layer_spec(architecture),
+            vocab_size=architecture.vocab_size,
+            pre_process=part.is_first_stage,
+            post_process=part.is_last_stage,
+            max_sequence_length=architecture.max_sequence_length,
+            hybrid_override_pattern=architecture.pattern,
+            share_embeddings_and_output_weights=part.is_tied and part.is_first_stage and part.is_last_stage,
+            position_embedding_type="none" if rotary_base is None else "rope",
+            rotary_base=rotary_base or 10_000,
+            rotary_percent=architecture.attention.rotary_percent,
+        )
+
+    model = allocated(architecture, build, replace_weights)
+    if rotary_base is not None:
+        _set_rotary_frequencies(model, rotary_base)
+    return model
+
+
+def layer_spec(architecture: HybridArchitecture) -> ModuleSpec:
+    """Return the spec of the stack of layers."""
+    experts = architecture.experts
+    return local_hybrid_spec(
+        LocalSpecOptions(
+            **_mixer_options(architecture.recurrent),
+            norm_eps=architecture.norm_eps,
+            has_head_norms=architecture.attention.has_head_norms,
+            num_experts=experts.num_experts if experts else None,
+            routing=experts.rule if experts else None,
+            input_multiplier=architecture.input_multiplier,
+            residual_multiplier=architecture.residual_multiplier,
+            output_multiplier=architecture.output_multiplier,
+        )
     )
-    with largest_sizes_named(asdict(architecture)):
-        with nullcontext() if replace_weights is None else _MatricesOnMeta():
-            model = MambaModel(
-                transformer_config(architecture, dtype),
-                local_hybrid_spec(options),
-                vocab_size=architecture.vocab_size,
-                pre_process=part.is_first_stage,
-                post_process=part.is_last_stage,
-                max_sequence_length=architecture.max_sequence_length,
-                hybrid_override_pattern=architecture.pattern,
-                share_embeddings_and_output_weights=part.is_tied and part.is_first_stage and part.is_last_stage,
-                position_embedding_type="none" if rotary_base is None else "rope",
-                rotary_base=rotary_base or 10_000,
-                rotary_percent=architecture.attention.rotary_percent,
-            )
-        if replace_weights is not None:
-            device = torch.empty(0, device=torch.cuda.current_device()).device
-            replace_weights(model, device)
-            _give_memory(model, device)
-        if rotary_base is not None:
-            _set_rotary_frequencies(model, rotary_base)
-        return model.to(torch.cuda.current_device()).eval()
 
 
 def check_buildable(architecture: HybridArchitecture) -> None:

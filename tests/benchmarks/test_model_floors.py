@@ -9,7 +9,8 @@ import torch
 
 from megatron_mamba_cache import CacheConfig
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
-from megatron_mamba_cache.models.hybrid_model import build_hybrid_model, without_memory
+from megatron_mamba_cache.models.allocation import without_memory
+from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 from megatron_mamba_cache.models.shard_shape import shard_shape
 from tests.command_line.command_runs import REPOSITORY
 

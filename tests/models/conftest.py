@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_mamba_cache.models.checkpoints import model_filling
+from megatron_mamba_cache.models.checkpoints import hugging_face
 from tests.models.tiny_checkpoints import FAMILIES, tiny_checkpoint, wide_checkpoint
 
 CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
@@ -54,4 +54,4 @@ def no_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise RuntimeError("a model was built")
 
-    monkeypatch.setattr(model_filling, "build_hybrid_model", fail)
+    monkeypatch.setattr(hugging_face, "build_hybrid_model", fail)

@@ -9,7 +9,7 @@ import torch
 
 from megatron_mamba_cache.models import hybrid_model
 from megatron_mamba_cache.models.checkpoints.checkpoint_config import CheckpointConfig
-from megatron_mamba_cache.models.checkpoints.hugging_face import FAMILIES as MODULES
+from megatron_mamba_cache.models.checkpoints.checkpoint_family import FAMILIES as MODULES
 from megatron_mamba_cache.models.checkpoints.hugging_face import load_hugging_face
 from tests.models.checkpoint_edits import copy_of, set_fields
 from tests.models.tiny_checkpoints import FAMILIES, MAMBA_FAMILIES

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from megatron_mamba_cache.models.checkpoints.hugging_face import CheckpointFamily, read_sizes
+from megatron_mamba_cache.models.checkpoints.checkpoint_family import CheckpointFamily
+from megatron_mamba_cache.models.checkpoints.hugging_face import read_sizes
 from tests.models.checkpoint_edits import assert_refused, copy_of, edit_json
 
 OLDER_KINDS = {"linear_attention": "mamba", "full_attention": "attention"}

@@ -6,7 +6,8 @@ import pytest
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
 
-from megatron_mamba_cache.models.hybrid_model import build_hybrid_model, without_memory
+from megatron_mamba_cache.models.allocation import without_memory
+from megatron_mamba_cache.models.hybrid_model import build_hybrid_model
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture
 from tests.mcore.random_workloads import MODEL_FORMS
 

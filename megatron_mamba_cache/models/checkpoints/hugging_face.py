@@ -1,117 +1,33 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Literal
 
 import torch
 from megatron.core.models.mamba.mamba_model import MambaModel
 
 from ...installation import install_command
+from ...mcore.mtp_head import MTPHead
+from ..allocation import ReplaceWeights
 from ..architecture import HybridArchitecture
-from ..families import bamba, granite_hybrid, nemotron_h, qwen3_5, qwen3_next
-from ..hybrid_model import check_buildable
-from ..parameter_shapes import filled_of
+from ..hybrid_model import build_hybrid_model, check_buildable
+from ..mtp_head import build_mtp_head, head_parameters
+from ..parameter_shapes import Parameters, filled_of
 from ..placement import Placements, stored_shape
 from ..rank_shard import EMBEDDINGS, RankShard
-from .checkpoint_config import TEXT_CONFIGS, CheckpointConfig
+from .checkpoint_family import CheckpointFamily
 from .checkpoint_tensors import CheckpointTensors
-from .kv_cache_scales import read_kv_scales, set_kv_scales
-from .model_filling import ModelFilling
-from .quantization_config import QuantizationConfig
-from .stored_names import OtherNames, StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
+from .kv_cache_scales import KVScale, read_kv_scales, set_kv_scales
+from .model_filling import Model, ModelFilling
+from .mtp_tensors import MTPLoading, find_head
+from .stored_names import StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
 
 ActivationDtype = Literal["auto", "bf16"]
 """Inputs of FP8 weights for prompt tokens: quantized as the checkpoint says ("auto"), or bf16."""
-
-FAMILIES: dict[str, ModuleType] = {
-    "nemotron_h": nemotron_h,
-    "bamba": bamba,
-    "granitemoehybrid": granite_hybrid,
-    "qwen3_next": qwen3_next,
-    "qwen3_5_text": qwen3_5,
-    "qwen3_5_moe_text": qwen3_5,
-}
-"""`model_type` in config.json → module that maps the configuration and the tensor names."""
-
-_TEXT_PREFIXES = ("language_model.", "model.language_model.", "")
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointFamily:
-    """The language model that a directory's config.json describes, and the module for its model family.
-
-    Attributes:
-        module: The module in `FAMILIES` for this `model_type`.
-        config: The fields that describe the language model.
-        whole: All fields in the file; the same as `config` unless the language model is part of a multimodal model.
-        dtype: bfloat16 if the file says that the weights are bfloat16 or quantized, else float32.
-        is_wrapped: True if the language model is part of a multimodal model.
-        quantization: Quantization formats of the weights; None if they are not quantized.
-    """
-
-    module: ModuleType
-    config: CheckpointConfig
-    whole: CheckpointConfig
-    dtype: torch.dtype
-    is_wrapped: bool
-    quantization: QuantizationConfig | None
-
-    @staticmethod
-    def read(directory: Path) -> "CheckpointFamily":
-        """Read config.json from a model directory.
-
-        Raises:
-            ValueError: If the file or a field is missing, or the family or quantization is not supported.
-        """
-        whole = CheckpointConfig.read(directory)
-        is_own = any(whole.equals("model_type", name, "") for name in FAMILIES)
-        text = whole if is_own else whole.section(*TEXT_CONFIGS)
-        is_wrapped = not is_own and text.has("model_type")
-        config = text if is_wrapped else whole
-        module = FAMILIES[config.one_of("model_type", sorted(FAMILIES))]
-        is_bfloat16 = any(
-            fields.equals(name, "bfloat16", None) for fields in (config, whole) for name in ("dtype", "torch_dtype")
-        )
-        quantization = QuantizationConfig.read(directory)
-        dtype = torch.bfloat16 if is_bfloat16 or quantization else torch.float32
-        return CheckpointFamily(module, config, whole, dtype, is_wrapped, quantization)
-
-    def architecture(self, names: Collection[str] | None = None) -> HybridArchitecture:
-        """Return the architecture that the configuration describes.
-
-        Args:
-            names: Tensor names in the checkpoint. If both embeddings and output weights are stored, they are untied
-                even if the configuration says otherwise, as in transformers.
-        """
-        found: HybridArchitecture = self.module.architecture_of(self.config)
-        if self.is_wrapped and self.whole.flag("tie_word_embeddings", False):
-            found = replace(found, tie_embeddings=True)
-        if names is None or not found.tie_embeddings:
-            return found
-        others, ends = self._other_names(), (self.module.ENDS["embeddings"], self.module.ENDS["output"])
-        has_both = all(any(name in names for name in others.of(end)) for end in ends)
-        return replace(found, tie_embeddings=not has_both)
-
-    def other_names(self, architecture: HybridArchitecture) -> OtherNames:
-        """Return the rules for alternative tensor names, including the output layer's name for tied embeddings."""
-        others, ends = self._other_names(), self.module.ENDS
-        tied = {ends["embeddings"]: (ends["output"],)} if architecture.tie_embeddings else {}
-        return replace(others, parts={**tied, **others.parts})
-
-    def is_other_part(self, name: str) -> bool:
-        """Return True if a tensor belongs to a multimodal model but not to its language model."""
-        if name.startswith(self._other_names().left_out):
-            return True
-        return self.is_wrapped and not name.startswith(tuple(filter(None, _TEXT_PREFIXES)))
-
-    def _other_names(self) -> OtherNames:
-        others: OtherNames = self.module.OTHER_NAMES
-        return replace(others, prefixes=_TEXT_PREFIXES) if self.is_wrapped else others
-
 
 _NAMES_SHOWN = 8
 _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
@@ -124,6 +40,7 @@ class LoadedModel:
     Args:
         quantized: Text about the quantized tensors in the files, printed at start-up; "" if there are none.
         num_kept: Number of these tensors that stay quantized in memory.
+        mtp: The multi-token prediction head; None if none was loaded.
     """
 
     model: MambaModel
@@ -131,6 +48,7 @@ class LoadedModel:
     directory: Path
     quantized: str = ""
     num_kept: int = 0
+    mtp: MTPHead | None = None
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
@@ -149,6 +67,7 @@ def load_hugging_face(
     *,
     dequantizes: bool = False,
     activation_dtype: ActivationDtype = "auto",
+    mtp: MTPLoading = "none",
 ) -> LoadedModel:
     """Load a model directory (config.json and safetensors) onto the current device.
 
@@ -163,6 +82,8 @@ def load_hugging_face(
         dequantizes: True to dequantize all weights.
         activation_dtype: "auto": linear layers with FP8 weights quantize the activations of prompt tokens to FP8, if
             config.json says so; "bf16": activations are not quantized.
+        mtp: "none": multi-token prediction (MTP) layers are skipped; "auto": they are loaded if they are supported,
+            otherwise a warning says why not; "required": otherwise an error is raised.
 
     Raises:
         ValueError: If a file or tensor is missing, damaged, unexpected, of the wrong shape or not supported; the
@@ -175,23 +96,115 @@ def load_hugging_face(
     architecture = family.architecture(files.names.keys())
     with naming_source(directory / "config.json"):
         check_buildable(architecture)
-    placements = _placements(family, architecture, files, directory)
-    kv_scales = read_kv_scales(files, placements)
-    num_unused = len(files.other_scales) - len(kv_scales)
-    warn_of_left_out(directory, num_unused, "scales of activations or of the KV cache, which are not used")
-    shapes = {name: whole.shape for name, whole in filled_of(architecture).items()}
-    _check_shapes(directory, files, placements, shapes)
+    contents = _Contents.find(family, architecture, files, directory, mtp)
+    contents.check(files, directory)
     dtype = dtype or family.dtype
     keeps, quantizes = dtype is torch.bfloat16 and not dequantizes, _quantizes_activations(activation_dtype)
-    with naming_source(directory / "config.json"):
-        filling = ModelFilling(
-            architecture, dtype, placements, files, keeps_quantized=keeps, quantizes_activations=quantizes
-        )
-    filling.fill()
-    set_kv_scales(filling.model, kv_scales, RankShard.of_process(architecture).local_name)
-    if unfilled := filling.unfilled():
-        raise ValueError(f"{directory}: the checkpoint does not contain values for {listed(unfilled)}")
-    return LoadedModel(filling.model, architecture, directory, files.quantized_summary(placements), filling.num_kept)
+    loading = _Loading(directory, files, dtype, keeps, quantizes)
+    model = loading.filled(contents.model, build_hybrid_model)
+    head = None if contents.head is None else loading.filled(contents.head, build_mtp_head)
+    return LoadedModel(
+        model.model,
+        architecture,
+        directory,
+        files.quantized_summary([name for part in contents.parts for name in part.placements]),
+        model.num_kept + (0 if head is None else head.num_kept),
+        None if head is None else head.model,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _StoredPart:
+    """The model, or its MTP head, as the files store it."""
+
+    architecture: HybridArchitecture
+    placements: Placements
+    shapes: Mapping[str, tuple[int, ...]]
+    kv_scales: Sequence[KVScale]
+
+    @staticmethod
+    def read(
+        architecture: HybridArchitecture, placements: Placements, parameters: Parameters, files: CheckpointTensors
+    ) -> "_StoredPart":
+        shapes = {name: whole.shape for name, whole in parameters.items()}
+        return _StoredPart(architecture, placements, shapes, read_kv_scales(files, placements))
+
+
+@dataclass(frozen=True, slots=True)
+class _Contents:
+    """The parts of a checkpoint that are loaded."""
+
+    model: _StoredPart
+    head: _StoredPart | None
+
+    @property
+    def parts(self) -> list[_StoredPart]:
+        return [self.model] if self.head is None else [self.model, self.head]
+
+    @staticmethod
+    def find(
+        family: CheckpointFamily,
+        architecture: HybridArchitecture,
+        files: CheckpointTensors,
+        directory: Path,
+        mtp: MTPLoading,
+    ) -> "_Contents":
+        """Find the destinations of each stored tensor, after checking that no tensor is missing or unknown."""
+        usual, names = family.module.placements_of(architecture), files.names.keys()
+        stored = StoredTensors.find(usual, names, family.other_names(architecture), directory)
+        unknown, known = names - stored.placements.keys(), stored.placements.keys()
+        of_mtp = mtp_names(unknown, known, num_mtp_layers(family.config))
+        other_parts = [name for name in unknown.difference(of_mtp) if family.is_other_part(name)]
+        head = find_head(family.module, family.config, architecture, of_mtp, directory, mtp)
+        skipped = of_mtp if head is None else []
+        files.check(left_out={*skipped, *other_parts})
+        _check_names(directory, sorted(unknown.difference(of_mtp, other_parts)), stored.missing)
+        if head is not None:
+            _check_names(directory, head.unknown, head.tensors.missing)
+        warn_of_left_out(directory, len(skipped))
+        warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")
+        model = _StoredPart.read(architecture, stored.placements, filled_of(architecture), files)
+        if head is None:
+            return _Contents(model, None)
+        parameters = head_parameters(head.architecture)
+        return _Contents(model, _StoredPart.read(head.architecture, head.tensors.placements, parameters, files))
+
+    def check(self, files: CheckpointTensors, directory: Path) -> None:
+        """Raise `ValueError` if a tensor has the wrong shape; log a warning about unused scales."""
+        num_unused = len(files.other_scales) - sum(len(part.kv_scales) for part in self.parts)
+        warn_of_left_out(directory, num_unused, "scales of activations or of the KV cache, which are not used")
+        for part in self.parts:
+            _check_shapes(directory, files, part.placements, part.shapes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loading:
+    """Settings with which the parts of a checkpoint are loaded."""
+
+    directory: Path
+    files: CheckpointTensors
+    dtype: torch.dtype
+    keeps_quantized: bool
+    quantizes_activations: bool
+
+    def filled(
+        self, part: _StoredPart, build: Callable[[HybridArchitecture, torch.dtype, ReplaceWeights | None], Model]
+    ) -> ModelFilling[Model]:
+        """Build a part, and fill it from the files."""
+        with naming_source(self.directory / "config.json"):
+            filling = ModelFilling(
+                partial(build, part.architecture, self.dtype),
+                part.architecture,
+                part.placements,
+                self.files,
+                keeps_quantized=self.keeps_quantized,
+                quantizes_activations=self.quantizes_activations,
+            )
+        filling.fill()
+        set_kv_scales(filling.model, part.kv_scales, RankShard.of_process(part.architecture).local_name)
+        if unfilled := filling.unfilled():
+            raise ValueError(f"{self.directory}: the checkpoint does not contain values for {listed(unfilled)}")
+        return filling
 
 
 def _quantizes_activations(activation_dtype: str) -> bool:
@@ -221,22 +234,6 @@ def _directory_of(source: str | Path) -> Path:
     except (OSError, ValueError) as error:  # base classes of the errors that huggingface_hub raises
         reason = " ".join(str(error).split())
         raise ValueError(f"{missing}, and huggingface_hub cannot fetch a model of that name: {reason}") from error
-
-
-def _placements(
-    family: CheckpointFamily, architecture: HybridArchitecture, files: CheckpointTensors, directory: Path
-) -> Placements:
-    """Return the destinations of each stored tensor, after checking that no tensor is missing or unknown."""
-    usual, names = family.module.placements_of(architecture), files.names.keys()
-    stored = StoredTensors.find(usual, names, family.other_names(architecture), directory)
-    unknown, known = names - stored.placements.keys(), stored.placements.keys()
-    mtp = mtp_names(unknown, known, num_mtp_layers(family.config))
-    other_parts = [name for name in unknown.difference(mtp) if family.is_other_part(name)]
-    files.check(left_out={*mtp, *other_parts})
-    _check_names(directory, sorted(unknown.difference(mtp, other_parts)), stored.missing)
-    warn_of_left_out(directory, len(mtp))
-    warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")
-    return stored.placements
 
 
 def _check_names(directory: Path, unknown: Sequence[str], missing: Mapping[str, Sequence[str]]) -> None:

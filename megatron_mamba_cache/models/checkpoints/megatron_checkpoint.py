@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ...mcore.stacked_experts import STACKED_PARAMETERS
+from ..allocation import without_memory
 from ..architecture import HybridArchitecture
-from ..hybrid_model import build_hybrid_model, without_memory
+from ..hybrid_model import build_hybrid_model
 from ..rank_shard import EMBEDDINGS, OUTPUT, RankShard
 from .architecture_file import write_architecture
 from .checkpoint_architecture import DescribedModel, trained_architecture, weights_directory, written_architecture

@@ -1,12 +1,14 @@
 """Build this rank's shard of a model, and fill it from checkpoint files; weights stay quantized if possible."""
 
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.mamba.mamba_model import MambaModel
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..allocation import ReplaceWeights
 from ..architecture import HybridArchitecture
-from ..hybrid_model import build_hybrid_model
 from ..kept_form import Ranks
 from ..placement import ModelFiller, Placements
 from ..quantized_targets import QuantizedFiller
@@ -14,11 +16,15 @@ from ..rank_shard import RankShard
 from .checkpoint_tensors import CheckpointTensors
 from .loading_progress import loading_progress
 
+Model = TypeVar("Model", bound=nn.Module)
 
-class ModelFilling:
-    """This rank's shard of a model, and its fillers.
+
+class ModelFilling(Generic[Model]):
+    """This rank's shard of a model or of its MTP head, and its fillers.
 
     Args:
+        build: Builds the model; the argument is as in `build_hybrid_model`.
+        architecture: The architecture; its layers determine which parameters are on this rank.
         placements: Name of each tensor in the files → its placements in the model.
         keeps_quantized: True to keep weights quantized if possible; False to dequantize all weights.
         quantizes_activations: As in `QuantizedFiller`.
@@ -33,8 +39,8 @@ class ModelFilling:
 
     def __init__(
         self,
+        build: Callable[[ReplaceWeights | None], Model],
         architecture: HybridArchitecture,
-        dtype: torch.dtype,
         placements: Placements,
         files: CheckpointTensors,
         *,
@@ -49,7 +55,7 @@ class ModelFilling:
         )
         formats = {name: weight.format for name, weight in files.quantized.items()} if keeps_quantized else {}
 
-        def keep_quantized(model: MambaModel, device: torch.device) -> None:
+        def keep_quantized(model: nn.Module, device: torch.device) -> None:
             self._quantized = QuantizedFiller(
                 model,
                 placements,
@@ -61,7 +67,7 @@ class ModelFilling:
                 quantizes_activations=quantizes_activations,
             )
 
-        self.model = build_hybrid_model(architecture, dtype, keep_quantized if formats else None)
+        self.model = build(keep_quantized if formats else None)
         kept = {name for name in placements if self._quantized is not None and self._quantized.takes(name)}
         others = {name: placed for name, placed in placements.items() if name not in kept}
         self._others = ModelFiller(self.model, others, tensor_ranks.rank, tensor_ranks.size, local_name)

@@ -12,6 +12,7 @@ from ..architecture import (
 )
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
+from ..mtp_head import ends_of_head
 from ..placement import Placement, Split
 from .layer_placements import Placements, ends_placements, mixer_placements, mlp_norm_placement
 
@@ -79,9 +80,30 @@ def architecture_of(config: CheckpointConfig) -> HybridArchitecture:
 
 def placements_of(architecture: HybridArchitecture) -> Placements:
     """Return the Megatron destinations of each tensor in a NemotronH checkpoint."""
-    placements = ends_placements(architecture, ENDS)
+    return {**ends_placements(architecture, ENDS), **_layers(architecture, "backbone.layers.")}
+
+
+def mtp_pattern(config: CheckpointConfig, architecture: HybridArchitecture) -> str:
+    """Return the layer pattern of the MTP head."""
+    if config.has("mtp_hybrid_override_pattern"):
+        return config.text("mtp_hybrid_override_pattern", most=MOST_LAYERS)
+    if config.has("mtp_layers_block_type"):
+        return "".join(config.each_of("mtp_layers_block_type", _SYMBOLS))
+    return "*E"
+
+
+def mtp_placements(head: HybridArchitecture) -> Placements:
+    """Return the destinations of each tensor of an MTP head; see `MTPHead`."""
+    first, last = "mtp.layers.0.", f"mtp.layers.{len(head.pattern) - 1}."
+    ends = (f"{first}enorm.weight", f"{first}hnorm.weight", f"{first}eh_proj.weight", f"{last}final_layernorm.weight")
+    return {**ends_of_head(*ends), **_layers(head, "mtp.layers.")}
+
+
+def _layers(architecture: HybridArchitecture, stored: str) -> Placements:
+    """Return the destinations of the layers' tensors, whose names begin with `stored` and the layer's number."""
+    placements: Placements = {}
     for layer, symbol in enumerate(architecture.pattern):
-        prefix, norm = f"backbone.layers.{layer}.mixer.", f"backbone.layers.{layer}.norm.weight"
+        prefix, norm = f"{stored}{layer}.mixer.", f"{stored}{layer}.norm.weight"
         if symbol in "M*":
             placements |= mixer_placements(architecture, layer, prefix, prefix, norm)
         elif symbol == "-":

@@ -4,9 +4,9 @@ from ..architecture import HybridArchitecture
 from ..checkpoints.stored_names import OtherNames
 from ..placement import Placement, Split
 from .layer_placements import Placements, in_proj_sections
-from .qwen3_next import ENDS, STACKS, architecture_of, placements_with, section_view
+from .qwen3_next import ENDS, STACKS, architecture_of, mtp_pattern, mtp_placements, placements_with, section_view
 
-__all__ = ["ENDS", "OTHER_NAMES", "architecture_of", "placements_of"]
+__all__ = ["ENDS", "OTHER_NAMES", "architecture_of", "mtp_pattern", "mtp_placements", "placements_of"]
 
 OTHER_NAMES = OtherNames(
     parts={"model.": ("model.language_model.", "")},  # transformers 5.3 always writes the longer prefix

@@ -15,6 +15,7 @@ from ..architecture import (
 )
 from ..checkpoints.checkpoint_config import MOST_EXPERTS, MOST_LAYERS, CheckpointConfig
 from ..checkpoints.stored_names import OtherNames
+from ..mtp_head import ends_of_head
 from ..placement import Placement, Split
 from .bamba import rotary_base
 from .layer_placements import (
@@ -87,10 +88,27 @@ def placements_of(architecture: HybridArchitecture) -> Placements:
 
 def placements_with(architecture: HybridArchitecture, projections: Projections) -> Placements:
     """Return the destinations of each tensor, using `projections` for the Gated DeltaNet input projections."""
-    placements = ends_placements(architecture, ENDS)
+    return {**ends_placements(architecture, ENDS), **_layers(architecture, "model.layers.", projections)}
+
+
+def mtp_pattern(config: CheckpointConfig, architecture: HybridArchitecture) -> str:
+    """Return the layer pattern of the MTP head: a layer with attention, and with experts if the model has any."""
+    config.require("mtp_use_dedicated_embeddings", False, False)
+    return "*-" if architecture.experts is None else "*E"
+
+
+def mtp_placements(head: HybridArchitecture) -> Placements:
+    """Return the destinations of each tensor of an MTP head; see `MTPHead`."""
+    names = ("mtp.pre_fc_norm_embedding.weight", "mtp.pre_fc_norm_hidden.weight", "mtp.fc.weight", "mtp.norm.weight")
+    return {**ends_of_head(*names), **_layers(head, "mtp.layers.", _projections)}
+
+
+def _layers(architecture: HybridArchitecture, stored: str, projections: Projections) -> Placements:
+    """Return the destinations of the layers' tensors, whose names begin with `stored` and the layer's number."""
+    placements: Placements = {}
     symbols = zip(architecture.pattern[::2], architecture.pattern[1::2], strict=True)
     for layer, (mixer, feed_forward) in enumerate(symbols):
-        prefix = f"model.layers.{layer}."
+        prefix = f"{stored}{layer}."
         norm = f"{prefix}input_layernorm.weight"
         placements |= mixer_placements(architecture, 2 * layer, f"{prefix}linear_attn.", f"{prefix}self_attn.", norm)
         if mixer == "M":
