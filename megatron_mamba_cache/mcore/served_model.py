@@ -102,11 +102,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
 
     def logits_of(self, hidden_states: Tensor) -> Tensor:
         """Return the logits, [n, vocab], for the last layer's outputs, [n, hidden]; only on the last stage."""
-        model = self.model
-        weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-        logits, _ = model.output_layer(hidden_states.unsqueeze(1), weight=weight, runtime_gather_output=True)
-        found: Tensor = logits.squeeze(1)
-        return found
+        return logits_of(self.model, hidden_states)
 
     def _compute(self, inference_input: dict[str, Any]) -> Tensor:
         self.stage.prepare_input(inference_input["tokens"].shape[1])
@@ -124,6 +120,14 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
     def _inputs(self) -> dict[str, Any]:
         token_ids, positions = self.inference_context.current_input_and_position_ids()
         return {"tokens": token_ids, "position_ids": positions, "attention_mask": None}
+
+
+def logits_of(model: Any, hidden_states: Tensor) -> Tensor:
+    """Return the logits, [n, vocab], that the model's output layer computes from hidden states, [n, hidden]."""
+    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
+    logits, _ = model.output_layer(hidden_states.unsqueeze(1), weight=weight, runtime_gather_output=True)
+    found: Tensor = logits.squeeze(1)
+    return found
 
 
 def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:

@@ -219,14 +219,14 @@ def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     share = q.shape[1] // k.shape[1]
     k, v = (part.repeat_interleave(share, dim=1) for part in (k, v))
     scores = torch.einsum("qhd,khd->hqk", q, k) / q.shape[-1] ** 0.5
-    is_later = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
+    is_later = torch.ones(len(q), len(q), dtype=torch.bool, device=q.device).triu(1)
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(is_later, -math.inf).softmax(-1), v)
 
 
 def _rotated(x: Tensor, num_channels: int, base: float) -> Tensor:
     """Rotate the first channels of each head, in pairs of channels that are half of them apart."""
     frequencies = base ** -(torch.arange(0, num_channels, 2, dtype=torch.float32) / num_channels)
-    angles = (torch.arange(len(x), dtype=torch.float32)[:, None] * frequencies)[:, None].to(x.dtype)
+    angles = (torch.arange(len(x), dtype=torch.float32)[:, None] * frequencies)[:, None].to(x)
     first, second, rest = x.split([num_channels // 2, num_channels // 2, x.shape[-1] - num_channels], -1)
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
