@@ -86,7 +86,7 @@ def note_hidden_states(
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Pass the hidden state from which each request's newest token was sampled to the planner.
+    """Pass the hidden states from which each request's new tokens were sampled to the planner.
 
     Args:
         starts: [requests] index of the first row of logits for each request.
@@ -94,7 +94,7 @@ def note_hidden_states(
     """
     for request, new, start in zip(requests, kept, starts, strict=False):
         if new:
-            planner.note_hidden_state(request, hidden_states[start + len(new) - 1])
+            planner.note_hidden_states(request, hidden_states[start : start + len(new)])
 
 
 def advance_one_token_requests(

@@ -35,7 +35,7 @@ class DraftPlanner:
         policy: Decides how many draft tokens each request gets.
 
     Attributes:
-        reads_hidden_states: True if `note_hidden_state` must be called.
+        reads_hidden_states: True if `note_hidden_states` must be called.
 
     Raises:
         ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has a different vocabulary size.
@@ -145,9 +145,9 @@ class DraftPlanner:
         else:
             self._shadow_drafts.clear()
 
-    def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
-        """Store the hidden state [hidden] from which a request's newest token was sampled, for the next draft."""
-        self._hidden_states[request.request_id] = state
+    def note_hidden_states(self, request: RunningRequest, states: Tensor) -> None:
+        """Store the hidden states, [new tokens, hidden], from which a request's new tokens were sampled."""
+        self._hidden_states[request.request_id] = states
 
     def forget(self, request_id: int) -> None:
         """Drop all data about a request that finished or was evicted; an error of the drafter is only logged."""
@@ -279,7 +279,7 @@ class NoDrafts:
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
         """Do nothing."""
 
-    def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
+    def note_hidden_states(self, request: RunningRequest, states: Tensor) -> None:
         """Do nothing."""
 
     def forget(self, request_id: int) -> None:

@@ -17,13 +17,19 @@ class DraftRequest:
         running: The running request, read-only; `running.tokens(0, running.length)` is its text so far. The drafter
             must not keep a reference after the call.
         num_tokens: Maximum number of draft tokens, at least 1.
-        hidden_state: [hidden] on the model's device: the hidden state after the final norm from which the newest token
-            was sampled. None unless the drafter implements `ReadsHiddenStates`.
+        hidden_states: [new tokens, hidden] on the model's device: the hidden states after the final norm from which the
+            tokens of the last step were sampled, so the last one yielded the newest token. Valid during the call. None
+            unless the drafter implements `ReadsHiddenStates`.
     """
 
     running: RunningRequest
     num_tokens: int
-    hidden_state: Tensor | None = None
+    hidden_states: Tensor | None = None
+
+    @property
+    def hidden_state(self) -> Tensor | None:
+        """[hidden]: the hidden state from which the newest token was sampled; None without `hidden_states`."""
+        return None if self.hidden_states is None else self.hidden_states[-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,7 @@ class MTPBatch:
                 query_lens=tuple(lengths),
                 kv_lens=kv_lens,
                 host_block_table=block_table,
+                num_decode_requests=len(lengths) if max(lengths) == 1 else 0,
             ),
         )
 
@@ -107,4 +108,4 @@ class MTPChain:
             hidden_states = self.entries(token_ids, hidden_states, step_after(number))
             token_ids = greedy_tokens(logits_of(self._model, hidden_states))
             drafts.append(token_ids)
-        return torch.stack(drafts, dim=1)
+        return torch.stack(drafts, dim=1) if drafts else token_ids.new_empty(len(token_ids), 0)
