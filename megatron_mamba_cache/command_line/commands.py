@@ -40,7 +40,7 @@ _REPLICAS_IN_WORDS = (
     "coordinator routes requests to the replicas. The first process serves HTTP. Memory flags apply to each process."
 )
 
-DRAFTERS = ("prompt-lookup", "draft-model")
+DRAFTERS = ("prompt-lookup", "draft-model", "mtp")
 DEFAULT_GB = (10.0, 20.0, 40.0, 80.0)
 
 _SOURCES_IN_WORDS = (

@@ -22,7 +22,7 @@ from .model_choice import ModelDirectory
 from .processes import Replicas
 from .prompts import PromptLine
 from .quiet import own_warnings_hidden
-from .ready_model import QuantizedWeightFlags, drafter_maker, engine_for, ready_model
+from .ready_model import WeightFlags, drafter_maker, engine_for, ready_model
 from .request_runner import RequestRunner, SamplingFlags
 from .results import LaterTurns, RunResult, first_difference, write_output
 from .sizing import default_draft_settings, default_settings
@@ -43,7 +43,7 @@ class Generation:
             default_settings,
             lambda shape, length, _: default_draft_settings(shape, length, given_gb, ranks_of_process()),
         )
-        self._model = ready_model(directory, arguments.dtype, device, QuantizedWeightFlags.of(arguments))
+        self._model = ready_model(directory, arguments.dtype, device, WeightFlags.of(arguments))
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
         settings = default_settings(shape, model.max_sequence_length)

@@ -4,6 +4,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,14 @@ import torch
 from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.model_ranks import ranks_of_process
+from ..mcore.model_ranks import num_expert_ranks, ranks_of_process
 from ..mcore.model_reading import model_shape_of
+from ..mcore.mtp_head import MTPHead
 from ..models.checkpoints.hugging_face import ActivationDtype, LoadedModel, load_hugging_face
 from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
+from ..models.checkpoints.mtp_tensors import MTPLoading
 from ..models.drafting.draft_model import DraftModelDrafter
+from ..models.drafting.mtp_drafter import MTPDrafter
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
@@ -29,6 +33,7 @@ from .model_choice import ModelDirectory, ModelFormat, draft_directory
 from .sizing import DRAFTER_SHARE
 
 _DRAFT_FLAG = "--draft-hf-model"
+_MTP_FLAG = "--drafter mtp"
 _SYMBOLS = {"*": "attention", "-": "MLP", "E": "experts"}
 
 
@@ -40,6 +45,7 @@ class ReadyModel:
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
     description: str
     dtype: str  # dtype of the weights, "fp32" or "bf16"
+    mtp: MTPHead | None = None  # loaded for `--drafter mtp`
 
     @property
     def writes_text(self) -> bool:
@@ -48,23 +54,25 @@ class ReadyModel:
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedWeightFlags:
-    """Flags for quantized weights; the fields are as in `load_hugging_face`."""
+class WeightFlags:
+    """Flags for the weights that are loaded; the fields are as in `load_hugging_face`."""
 
     dequantizes: bool = False
     activation_dtype: ActivationDtype = "auto"
+    mtp: MTPLoading = "none"
 
     @classmethod
-    def of(cls, arguments: Namespace) -> "QuantizedWeightFlags":
+    def of(cls, arguments: Namespace) -> "WeightFlags":
         """Return the flags in the parsed arguments of a command."""
-        return cls(arguments.dequantize_weights, arguments.activation_dtype)
+        mtp: MTPLoading = "required" if arguments.drafter == "mtp" else "none"
+        return cls(arguments.dequantize_weights, arguments.activation_dtype, mtp)
 
 
-_DEFAULT_FLAGS = QuantizedWeightFlags()
+_DEFAULT_FLAGS = WeightFlags()
 
 
 def ready_model(
-    directory: ModelDirectory | None, dtype: str | None, device: str, flags: QuantizedWeightFlags = _DEFAULT_FLAGS
+    directory: ModelDirectory | None, dtype: str | None, device: str, flags: WeightFlags = _DEFAULT_FLAGS
 ) -> ReadyModel:
     """Load a model onto the current device, or build the random model if `directory` is None. Disables TF32.
 
@@ -80,12 +88,14 @@ def ready_model(
     if directory is None or directory.is_shipped:
         # A model this small does not benefit from more threads; on a busy machine, they can make it 100 times slower.
         torch.set_num_threads(1)
+    if flags.mtp == "required" and (directory is None or directory.format is not ModelFormat.HUGGING_FACE):
+        raise UsageError(f"{_MTP_FLAG} needs a Hugging Face directory with MTP layers; give it with --hf-model")
     stored = dtype_of_weights(directory, dtype, device)
     return _random(stored or "fp32") if directory is None else _loaded(directory, stored, flags)
 
 
 def engine_for(
-    model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[], Drafter]
+    model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[CacheConfig], Drafter]
 ) -> MambaCacheEngine:
     """Build an engine, with a drafter if `config` enables drafts.
 
@@ -95,7 +105,7 @@ def engine_for(
     drafter = None
     if config.num_speculative_tokens:
         with errors_of_settings(DRAFTER_SHARE, is_draft=True):
-            drafter = make_drafter()
+            drafter = make_drafter(config)
     with errors_of_settings(1 - DRAFTER_SHARE if isinstance(drafter, DraftModelDrafter) else 1.0):
         return build_engine(
             model.model, config, drafter=drafter, tokenizer=model.tokenizer, random_seed=seed, scores_prompts=True
@@ -103,7 +113,7 @@ def engine_for(
 
 
 def load_weights(
-    directory: ModelDirectory, dtype: str | None, flags: QuantizedWeightFlags = _DEFAULT_FLAGS, *, flag: str
+    directory: ModelDirectory, dtype: str | None, flags: WeightFlags = _DEFAULT_FLAGS, *, flag: str
 ) -> LoadedModel:
     """Load a model directory onto the current device; on failure, raise `UsageError` that starts with `flag`.
 
@@ -123,8 +133,8 @@ def load_weights(
         raise UsageError(f"{flag} {directory.path}: {dtype or 'its'} weights do not fit in memory{sizes}") from error
 
 
-def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[], Drafter]:
-    """Return a function that creates a new drafter; a draft model is loaded once and shared by all drafters.
+def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[CacheConfig], Drafter]:
+    """Return a function that maps the engine's settings to a new drafter; all drafters share a draft model's weights.
 
     A draft model has the same dtype as `model`.
 
@@ -133,12 +143,17 @@ def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -
         settings: Returns the settings of the draft model's cache; called for each drafter.
 
     Raises:
-        UsageError: If the draft model cannot be loaded, or its vocabulary size differs from that of `model`.
+        UsageError: If the draft model cannot be loaded, its vocabulary size differs from that of `model`, or a model
+            with an MTP head is split over several processes.
     """
+    if model.mtp is not None:
+        if max(ranks_of_process().num_ranks, num_expert_ranks()) > 1:
+            raise UsageError(f"{_MTP_FLAG} needs a model in a single process; use --drafter prompt-lookup")
+        return partial(MTPDrafter, model.model, model.mtp)
     directory = draft_directory(arguments)
     if directory is None:
-        return PromptLookupDrafter
-    draft_model = load_weights(directory, model.dtype, QuantizedWeightFlags.of(arguments), flag=_DRAFT_FLAG).model
+        return lambda _: PromptLookupDrafter()
+    draft_model = load_weights(directory, model.dtype, WeightFlags.of(arguments), flag=_DRAFT_FLAG).model
     vocab_size = model_shape_of(model.model, ranks_of_process()).vocab_size
     if draft_model.vocab_size != vocab_size:
         raise UsageError(
@@ -147,7 +162,7 @@ def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -
         )
     shape = model_shape_of(draft_model, ranks_of_process())
 
-    def drafter() -> Drafter:
+    def drafter(_: CacheConfig) -> Drafter:
         return DraftModelDrafter(draft_model, CacheConfig(**settings(shape, draft_model.max_sequence_length)))
 
     return drafter
@@ -164,7 +179,7 @@ def _random(dtype: str) -> ReadyModel:
     return ReadyModel(model, ByteTokenizer(shape.vocab_size), description, dtype)
 
 
-def _loaded(directory: ModelDirectory, dtype: str | None, flags: QuantizedWeightFlags) -> ReadyModel:
+def _loaded(directory: ModelDirectory, dtype: str | None, flags: WeightFlags) -> ReadyModel:
     loaded = load_weights(directory, dtype, flags, flag=directory.format.value)
     dtype = next(name for name, value in DTYPES.items() if value == loaded.model.config.params_dtype)
     try:
@@ -177,6 +192,7 @@ def _loaded(directory: ModelDirectory, dtype: str | None, flags: QuantizedWeight
         tokenizer or TokenIdTokenizer(loaded.architecture.vocab_size, image_tokens),
         _description(directory, loaded, dtype),
         dtype,
+        loaded.mtp,
     )
 
 

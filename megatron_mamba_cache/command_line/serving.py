@@ -32,7 +32,7 @@ from .cache_flags import given_budget, given_settings
 from .expected_memory import check_memory
 from .flag_sources import UsageError
 from .model_choice import ModelDirectory, fills_card
-from .ready_model import QuantizedWeightFlags, drafter_maker, engine_for, ready_model
+from .ready_model import WeightFlags, drafter_maker, engine_for, ready_model
 from .server_arguments import server_limits
 from .sizing import NUM_CUDA_GRAPHS, Card, card_draft_settings, card_settings, default_draft_settings, default_settings
 
@@ -49,7 +49,7 @@ class Serving:
         elif given_budget(arguments) is not None:  # with a given budget, the free memory is not needed
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._log_level = arguments.log_level
-        self._model = ready_model(directory, arguments.dtype, device, QuantizedWeightFlags.of(arguments))
+        self._model = ready_model(directory, arguments.dtype, device, WeightFlags.of(arguments))
         model = self._model.model
         shape = model_shape_of(model, ranks_of_process())
         self._drafter = drafter_maker(

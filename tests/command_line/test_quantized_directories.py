@@ -82,7 +82,7 @@ def test_flags_for_quantized_weights_apply_to_the_draft_model_too(
     models = ("--hf-model", directories[0], "--drafter", "draft-model", "--draft-hf-model", directories[0])
     finished = run_here(capsys, *models, "--prompts", lines, *flags)
     assert finished.status == 0, finished.stderr
-    assert loads == [{"dequantizes": True, "activation_dtype": "bf16"}] * 2
+    assert loads == [{"dequantizes": True, "activation_dtype": "bf16", "mtp": "none"}] * 2
 
 
 def test_serve_reuses_the_prefix_of_a_second_turn(directories: tuple[Path, Path]) -> None:

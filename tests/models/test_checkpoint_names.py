@@ -329,7 +329,7 @@ def test_vision_and_mtp_layers_are_skipped_with_one_warning_each(
     load_hugging_face(tmp_path, torch.float32)
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("megatron_mamba_cache")]
     assert lines == [
-        f"{tmp_path} has layers for multi-token prediction (MTP), which is not used yet; their 2 tensors are left out",
+        f"{tmp_path} has layers for multi-token prediction (MTP), which are not used; their 2 tensors are left out",
         f"{tmp_path} has parts other than the language model, which are not used; their {num_of_images} tensors are "
         "left out",
     ]

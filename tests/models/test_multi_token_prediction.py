@@ -66,7 +66,7 @@ def test_directory_with_mtp_tensors_loads_without_them_and_logs_it_once(
     loaded = load_hugging_face(directory, torch.float32)
     assert_same_weights(load_hugging_face(checkpoints[family], torch.float32), loaded)
     (warning,) = warnings_of(caplog)
-    assert warning.startswith(f"{directory} has layers for multi-token prediction (MTP), which is not used yet; ")
+    assert warning.startswith(f"{directory} has layers for multi-token prediction (MTP), which are not used; ")
     assert warning.endswith(f"their {len(names)} tensors are left out")
 
 
@@ -111,7 +111,7 @@ def test_training_run_with_mtp_layers_loads_without_them(tmp_path: Path, caplog:
     loaded = load_megatron_checkpoint(tmp_path / "saved", torch.float32, architecture=DENSE)
     assert_same_weights(given, loaded)
     (warning,) = warnings_of(caplog)
-    assert "multi-token prediction (MTP), which is not used yet; their 2 tensors are left out" in warning
+    assert "multi-token prediction (MTP), which are not used; their 2 tensors are left out" in warning
 
 
 def test_mtp_tensors_are_found_by_name_prefix() -> None:

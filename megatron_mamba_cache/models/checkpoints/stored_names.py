@@ -12,7 +12,7 @@ import torch
 from ..placement import Placement, Placements, stacked
 from .checkpoint_config import CheckpointConfig
 
-MTP_LAYERS = "layers for multi-token prediction (MTP), which is not used yet"
+MTP_LAYERS = "layers for multi-token prediction (MTP), which are not used"
 """Description of MTP layers in warnings."""
 
 _LOG = logging.getLogger(__name__)
