@@ -84,7 +84,7 @@ class AdmissionRules:
 
     Args:
         rounds_at_boundaries: True if prefill rounds states at block boundaries. If chunks are aligned, they then only
-            end within a block if a whole step has fewer tokens than the block; states are rounded there, too.
+            end within a block if a whole step has fewer tokens than the block, and prefill rounds states there, too.
     """
 
     boundaries: BoundaryRule
@@ -100,8 +100,8 @@ class AdmissionRules:
         """
         block_size, align = self.boundaries.block_size, self.align_prefill_chunks
         end = prefill_chunk_end(start=start, prompt_len=prompt_len, budget=budget, block_size=block_size, align=align)
-        is_rounded = self.rounds_at_boundaries and align and end < prompt_len and end % block_size != 0
-        return start if is_rounded and follows_prompts else end
+        ends_in_block = self.rounds_at_boundaries and align and end < prompt_len and end % block_size != 0
+        return start if ends_in_block and follows_prompts else end
 
 
 @dataclass(frozen=True, slots=True)

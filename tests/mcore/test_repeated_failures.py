@@ -46,11 +46,11 @@ def _poisons_layout(run: EngineRun, num_generated: int) -> tuple[Any, str, Calla
 
 
 def _poisons_planning(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
-    return run.context.cache, "plan", lambda candidate, _: candidate.spec.request_id == POISONED
+    return run.context.cache, "plan", lambda candidate, *_, **__: candidate.spec.request_id == POISONED
 
 
 def _poisons_next_chunk(run: EngineRun, _: int) -> tuple[Any, str, Callable[..., bool]]:
-    return run.context.runner.cache, "continue_prefill", lambda request, _: request.request_id == POISONED
+    return run.context.runner.cache, "continue_prefill", lambda request, *_, **__: request.request_id == POISONED
 
 
 def test_request_that_cannot_be_scheduled_is_refused_and_others_continue(

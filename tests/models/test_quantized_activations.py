@@ -103,10 +103,8 @@ def test_experts_quantize_prompt_tokens_only_by_the_scheme_of_the_file(name: str
         for begin in (0, 4, 9):
             with shared.beginning_at(begin), torch.inference_mode():
                 found = layer(x, ids, shares, addend.clone)
-            if torch.cuda.is_available():  # other tiles of a GPU's kernels add in another order
-                torch.testing.assert_close(found[:begin], exact[:begin], rtol=2**-6, atol=2**-6)
-            else:
-                assert torch.equal(found[:begin], exact[:begin])
+            # For another number of tokens, libraries may add in another order.
+            torch.testing.assert_close(found[:begin], exact[:begin], rtol=2**-6, atol=2**-6)
             assert begin == 9 or not torch.equal(found[begin:], exact[begin:])
             expected = addend.double()
             for slot in range(2):
