@@ -92,6 +92,8 @@ def test_experts_quantize_prompt_tokens_only_by_the_scheme_of_the_file(name: str
     loaded = load_hugging_face(tmp_path)
     shared = prompt_tokens_of(loaded.model)
     layers = [module for module in loaded.model.modules() if isinstance(module, StackedExperts)]
+    on_gpu = torch.cuda.is_available()
+    torch.manual_seed(0)  # with one in some 300 inputs, a library of a CPU rounds 4 tokens otherwise than 9
     assert shared is not None and any(layer.activations for layer in layers)
     for layer in (layer for layer in layers if layer.activations):
         first, second = (layer.weight(name) for name in EXPERT_WEIGHTS)
@@ -103,8 +105,10 @@ def test_experts_quantize_prompt_tokens_only_by_the_scheme_of_the_file(name: str
         for begin in (0, 4, 9):
             with shared.beginning_at(begin), torch.inference_mode():
                 found = layer(x, ids, shares, addend.clone)
-            # For another number of tokens, libraries may add in another order.
-            torch.testing.assert_close(found[:begin], exact[:begin], rtol=2**-6, atol=2**-6)
+            if on_gpu:  # other tiles of its kernels add in another order
+                torch.testing.assert_close(found[:begin], exact[:begin], rtol=2**-6, atol=2**-6)
+            else:
+                assert torch.equal(found[:begin], exact[:begin])
             assert begin == 9 or not torch.equal(found[begin:], exact[begin:])
             expected = addend.double()
             for slot in range(2):
@@ -115,8 +119,9 @@ def test_experts_quantize_prompt_tokens_only_by_the_scheme_of_the_file(name: str
                 rows = torch.einsum("ti,toi->to", given, second.dequantized(torch.float64)[chosen])
                 expected = expected + shares[:, slot, None] * rows
             error = (found.double() - expected)[begin:].abs() / expected.abs().max()
-            assert (error > 2**-6).sum() <= 0.01 * error.numel()
-            assert (error <= 2**-5).all()  # where an inner value next to the middle of two codes became the other one
+            # Sums of FP8 tensor cores may move an inner value to the next code.
+            assert (error > 2**-6).sum() <= (0.01 * error.numel() if on_gpu else 0)
+            assert (error <= 2**-5).all()
 
 
 @pytest.mark.parametrize(
