@@ -70,6 +70,15 @@ class Pipeline:
 
 
 @gluon.jit
+def init_barriers(pipeline, STAGES: gl.constexpr):
+    """Initialize the barriers of a pipeline with all stages empty; both groups release a stage."""
+    for stage in gl.static_range(STAGES):
+        mbarrier.init(pipeline.full.index(stage), count=1)
+        mbarrier.init(pipeline.empty.index(stage), count=GROUPS)
+    fence_async_shared()
+
+
+@gluon.jit
 def allocate_pipeline(codes, tokens, sizes):
     """Allocate the pipeline with all stages empty; call it before warp specialization."""
     pipeline = Pipeline(
@@ -78,10 +87,7 @@ def allocate_pipeline(codes, tokens, sizes):
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
     )
-    for stage in gl.static_range(sizes.STAGES):
-        mbarrier.init(pipeline.full.index(stage), count=1)
-        mbarrier.init(pipeline.empty.index(stage), count=GROUPS)
-    fence_async_shared()
+    init_barriers(pipeline, sizes.STAGES)
     return pipeline
 
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     warpgroup_mma,
     warpgroup_mma_wait,
@@ -27,7 +26,7 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_common import await_launcher, load_tile, reinterpret, release, thread_barrier
 from ..overlap import overlapping
-from .few_token_pipeline import DEPTH, GROUPS, UNIT, Sizes, first_step
+from .few_token_pipeline import DEPTH, GROUPS, UNIT, Sizes, first_step, init_barriers
 from .few_token_results import Results, put, put_part
 from .few_token_tiles import SplitTokenTiles, fits_boxes
 from .quantized_matrix import QuantizedMatrix
@@ -79,10 +78,7 @@ def _allocate_pipeline(codes, tokens, of_tokens, sizes, LONGEST: gl.constexpr):
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
     )
-    for stage in gl.static_range(sizes.STAGES):
-        mbarrier.init(pipeline.full.index(stage), count=1)
-        mbarrier.init(pipeline.empty.index(stage), count=GROUPS)
-    fence_async_shared()
+    init_barriers(pipeline, sizes.STAGES)
     return pipeline
 
 
