@@ -12,14 +12,14 @@ import torch
 from ..build import TokenIdTokenizer, build_engine
 from ..config import CacheConfig
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.model_ranks import num_expert_ranks, ranks_of_process
+from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from ..mcore.mtp_head import MTPHead
 from ..models.checkpoints.hugging_face import ActivationDtype, LoadedModel, load_hugging_face
 from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from ..models.checkpoints.mtp_tensors import MTPLoading
 from ..models.drafting.draft_model import DraftModelDrafter
-from ..models.drafting.mtp_drafter import MTPDrafter
+from ..models.drafting.mtp_drafter import MTPDrafter, is_split
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
@@ -147,7 +147,7 @@ def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -
             with an MTP head is split over several processes.
     """
     if model.mtp is not None:
-        if max(ranks_of_process().num_ranks, num_expert_ranks()) > 1:
+        if is_split():
             raise UsageError(f"{_MTP_FLAG} needs a model in a single process; use --drafter prompt-lookup")
         return partial(MTPDrafter, model.model, model.mtp)
     directory = draft_directory(arguments)

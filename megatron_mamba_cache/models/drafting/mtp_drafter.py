@@ -24,6 +24,11 @@ _BLOCK_SIZE = 256
 """Tokens per KV block; any attention backend can read blocks of this size."""
 
 
+def is_split() -> bool:
+    """Return True if this process has only a part of the model, whose head cannot draft alone."""
+    return max(ranks_of_process().num_ranks, num_expert_ranks()) > 1
+
+
 @dataclass(slots=True)
 class _Window:
     """A request's entries at positions [first, end), which are stored at the start of its row of blocks."""
@@ -64,7 +69,7 @@ class MTPDrafter:
     """
 
     def __init__(self, model: Any, head: MTPHead, config: CacheConfig, window: int = 512) -> None:
-        if max(ranks_of_process().num_ranks, num_expert_ranks()) > 1:
+        if is_split():
             raise ValueError("drafts with an MTP head need a model on a single rank; use another drafter")
         shape = model_shape_of(model)
         self._model = model
