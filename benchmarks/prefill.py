@@ -109,10 +109,10 @@ def main() -> None:
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, LIMITS)
     with quiet_libraries(), own_warnings_hidden():
-        found = [
-            prefill(replace(shape, weights=weights), arguments.prompts, arguments.length)
-            for weights in arguments.weights
-        ]
+        found: list[Prefill] = []
+        for weights in arguments.weights:
+            found.append(prefill(replace(shape, weights=weights), arguments.prompts, arguments.length))
+            print(found[-1], flush=True)
     print(f"{arguments.prompts} prompts of {arguments.length:,} tokens:\n\n{table(found)}")
     if arguments.json:
         figures: dict[str, Any] = {"machine": describe_machine(), "activation_dtype": shape.activation_dtype}

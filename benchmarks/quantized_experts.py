@@ -53,7 +53,7 @@ TOKENS = (1, 8, 64, 256)
 COLD_BYTES = 2**28  # of experts that launches read between two uses of the same ones: several times the L2 cache
 MOST_BATCHES = 32
 BLOCK = 128
-FORMS = {"nano": ("row", "nvfp4", "mxfp4"), "qwen36-35b": ("block", "row", "nvfp4", "mxfp4")}
+FORMS = {"nano": ("row", "nvfp4"), "qwen36-35b": ("block", "row", "nvfp4", "mxfp4")}
 """Formats of weights by model: FP8 with a scale per row or per block of 128 x 128, NVFP4 and MXFP4."""
 
 

@@ -74,13 +74,13 @@ def test_a_fixed_scale_saturates(device: str) -> None:
 @pytest.mark.parametrize("uses_torch", [True, False])
 @pytest.mark.parametrize("blocks", [None, (128, 128), (32, 64), (16, 32)])
 @pytest.mark.parametrize(("rows", "columns"), [(256, 512), (200, 160), (1, 32)])
-@pytest.mark.parametrize("num_tokens", [1, 37])
+@pytest.mark.parametrize("num_tokens", [1, 37, 64])
 def test_product_equals_the_reference(
     num_tokens: int, rows: int, columns: int, blocks: tuple[int, int] | None, uses_torch: bool, device: str
 ) -> None:
     weight = fp8_matrix(rows, columns, blocks, device)
     x = quantize_activations(tokens(num_tokens, columns, device), ActivationScheme(blocks and blocks[1]))
-    padded = torch.full((num_tokens + 1, rows + 3), 7.0, device=device).bfloat16()
+    padded = torch.full((num_tokens + 1, rows + 8), 7.0, device=device).bfloat16()
     by_kernel = not (uses_torch and prompt_gemm._has_torch_form(weight) and device == "cuda")
     with launches_expected(prompt_gemm, "_prompt_gemm_kernel", of_kernel=by_kernel, device=device):
         found = multiply_prompt_tokens(x, weight, out=padded[:num_tokens, :rows], uses_torch=uses_torch)

@@ -7,7 +7,7 @@ Grid: tiles of outputs and tokens, those of 8 tiles of tokens next to each other
 token's bits do not depend on other tokens. Graph safe: no host sync.
 """
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -135,7 +135,7 @@ def multiply_prompt_tokens(
     if not launches_kernel(x.codes) or dtype is torch.float64:
         return _written(multiply_prompt_tokens_ref(x, weight, dtype), out)
     if uses_torch and x.num_tokens and x.codes.is_cuda and _has_torch_form(weight) and is_hopper(x.codes.device):
-        return _written(_multiply_by_torch(x, weight)[: x.num_tokens], out)
+        return (_multiply_rows_by_torch if weight.scales is None else _multiply_blocks_by_torch)(x, weight, out)
     if isinstance(out, torch.dtype):
         out = torch.empty(x.num_tokens, outputs, dtype=dtype, device=x.codes.device)
     if not x.num_tokens:
@@ -198,24 +198,29 @@ def _has_torch_form(weight: QuantizedMatrix) -> bool:
     return weight.block_rows == weight.block_columns == _BLOCK and is_whole and hasattr(F, "scaled_mm")
 
 
-def _multiply_by_torch(x: QuantizedActivations, weight: QuantizedMatrix) -> Tensor:
-    """Return the product of all rows of x, padding included, in bf16."""
-    codes = codes_of(weight).t()
-    if weight.scales is None:
-        assert weight.factors is not None
-        scale_of_tokens, scale_of_rows = x.scales.view(-1, 1), weight.factors.view(1, -1)
-        return torch._scaled_mm(
-            x.codes, codes, scale_of_tokens, scale_of_rows, out_dtype=torch.bfloat16, use_fast_accum=False
-        )
-    product: Any = F.scaled_mm  # type: ignore[attr-defined]
+def _multiply_rows_by_torch(x: QuantizedActivations, weight: QuantizedMatrix, out: Tensor | torch.dtype) -> Tensor:
+    assert weight.factors is not None
+    scales = x.scales.view(-1, 1), weight.factors.view(1, -1)
+    found = torch._scaled_mm(x.codes, codes_of(weight).t(), *scales, out_dtype=torch.bfloat16, use_fast_accum=False)
+    return _written(found[: x.num_tokens], out)
+
+
+def _multiply_blocks_by_torch(x: QuantizedActivations, weight: QuantizedMatrix, out: Tensor | torch.dtype) -> Tensor:
+    """Return the product; it is written directly to `out` if that is possible, which may be part of a wider tensor."""
+    assert weight.scales is not None
+    if _can_write_blocks(out) and len(out) == len(x.codes):
+        found = out
+    else:
+        found = x.scales.new_empty(len(x.codes), len(weight.words), dtype=torch.bfloat16)
     forms: Any = F.ScalingType  # type: ignore[attr-defined]
-    found: Tensor = product(
-        x.codes,
-        codes,
-        x.scales.t(),
-        forms.BlockWise1x128,
-        weight.scales.t(),
-        forms.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )
-    return found
+    of_tokens: tuple[Any, ...] = [x.scales.t()], [forms.BlockWise1x128.value], []
+    of_weights: tuple[Any, ...] = [weight.scales.t()], [forms.BlockWise128x128.value], []
+    product: Any = torch.ops.aten._scaled_mm_v2.out  # `F.scaled_mm` has no output argument
+    product(x.codes, codes_of(weight).t(), *of_tokens, *of_weights, None, torch.bfloat16, out=found)
+    return found if found is out else _written(found[: x.num_tokens], out)
+
+
+def _can_write_blocks(out: Tensor | torch.dtype) -> TypeGuard[Tensor]:
+    if isinstance(out, torch.dtype) or out.dtype is not torch.bfloat16:
+        return False
+    return out.data_ptr() % 16 == 0 and out.stride(0) % 8 == 0
