@@ -29,10 +29,9 @@ from megatron_mamba_cache.kernels.compilation import compiling_ahead
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
 from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
     FewTokenTiles,
-    SplitTokenTiles,
     Tiles,
     choose_tiles,
-    hopper_tiles,
+    split_token_tiles,
 )
 from megatron_mamba_cache.kernels.quantized.one_token_gemm import (
     OneTokenTiles,
@@ -173,10 +172,7 @@ def candidates(weight: QuantizedMatrix, count: int) -> Iterator[AnyTiles]:
     tokens = 16 if count <= 16 else 32 if count <= 32 else 64
     for outputs, programs in product((128, 256), (132, 128, 120, 96)):
         if programs <= ceil(weight.shape[0] / outputs) * ceil(weight.shape[1] / BLOCK):
-            if tokens > 16:
-                yield hopper_tiles(tokens, outputs, programs)
-            elif outputs == 128:
-                yield SplitTokenTiles(programs)
+            yield split_token_tiles(tokens, outputs, programs, programs)
     widths = ((64, 4), (128, 8)) if tokens == 16 else ((128, 4), (128, 8), (256, 8))
     loads = ((False, 0), (True, 0))
     for (outputs, warps), stages, parts, (boxes, lines) in product(widths, (3, 4), (1, 2, 4, 8), loads):

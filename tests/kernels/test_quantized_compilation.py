@@ -31,8 +31,8 @@ from megatron_mamba_cache.kernels.experts.reference_experts import ExpertOrder
 from megatron_mamba_cache.kernels.quantized import (
     activations,
     few_token_gemm,
-    few_token_hopper,
     one_token_gemm,
+    part_sums,
     prompt_gemm,
     split_token_hopper,
 )
@@ -43,13 +43,7 @@ from megatron_mamba_cache.kernels.quantized.activations import (
     quantize_activations,
 )
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
-from megatron_mamba_cache.kernels.quantized.few_token_hopper import multiply_on_hopper
-from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
-    SplitTokenTiles,
-    choose_hopper_tiles,
-    choose_tiles,
-    hopper_tiles,
-)
+from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_tiles, split_token_tiles
 from megatron_mamba_cache.kernels.quantized.one_token_gemm import multiply_one_quantized_token
 from megatron_mamba_cache.kernels.quantized.prompt_gemm import multiply_prompt_tokens
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
@@ -128,50 +122,34 @@ def test_one_token_reads_codes_in_wide_loads_before_it_waits(
 FEW_BYTES_OF_RESULTS = 48
 """Of a thread: offsets of results that wait in memory while a loop uses none of it."""
 HOPPER_SHARED_BYTES = 227 * 1024
+REGISTERS = 2**16
+"""Of a multiprocessor."""
 
 
-@pytest.mark.parametrize("outputs", [128, 256])
+@pytest.mark.parametrize(
+    ("counts", "outputs"), [((1, 2, 16), 128), ((17, 32), 128), ((17, 32), 256), ((33, 64), 128), ((33, 64), 256)]
+)
 @pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
-def test_few_tokens_on_hopper_compile_once_a_range_with_matmuls_that_overlap_decoding(
-    form: str, outputs: int, compile_for_hopper: Compile, tmp_path: Path
+def test_split_tokens_compile_once_a_range_and_leave_registers_to_the_next_kernels(
+    form: str, counts: tuple[int, ...], outputs: int, compile_for_hopper: Compile, tmp_path: Path
 ) -> None:
-    kernel = compile_for_hopper(few_token_hopper, "_few_tokens_hopper_kernel")
-    matrix = weight(form, 4096, 2048)
-    counters = torch.zeros(num_counters(matrix), dtype=torch.int32)
-    for count in (33, 34, 64):
-        x, out = torch.empty(count, 2048, dtype=torch.bfloat16), torch.empty(count, 4096, dtype=torch.bfloat16)
-        multiply_on_hopper(x, matrix, counters, out, hopper_tiles(64, outputs, 120))
-    assert len(kernel.compiled) == 1
-    assert spilled_bytes(kernel.cubins[0], tmp_path) <= FEW_BYTES_OF_RESULTS
-    assert kernel.shared_bytes[0] <= HOPPER_SHARED_BYTES
-    ptx = kernel.ptx[0]
-    assert "cp.async.bulk.tensor.2d" in ptx and "ldmatrix.sync.aligned.m8n8.x4.shared.b16" in ptx
-    units = outputs // 128
-    events = re.findall(r"wgmma\.(mma_async|wait_group)[^;]*?(\d);", ptx)
-    waits = [int(left) for event, left in events if event == "wait_group"]
-    assert waits == 2 * list(range(units - 1, -1, -1))  # both groups: the matmul of the last unit may still run
-    assert len(events) - len(waits) == 2 * units * 8
-
-
-@pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])
-def test_split_tokens_compile_once_and_leave_registers_to_the_next_kernel(
-    form: str, compile_for_hopper: Compile, tmp_path: Path
-) -> None:
-    kernel = compile_for_hopper(split_token_hopper, "_split_tokens_hopper_kernel")
+    multiplying = compile_for_hopper(split_token_hopper, "_split_tokens_hopper_kernel")
     splitting = compile_for_hopper(split_tokens_module, "_split_kernel")
+    adding = compile_for_hopper(part_sums, "_add_parts_kernel")
     matrix = weight(form, 4096, 2048)
-    counters = torch.zeros(num_counters(matrix), dtype=torch.int32)
-    for count in (1, 2, 7, 16):
+    for count in counts:
         x, out = torch.empty(count, 2048, dtype=torch.bfloat16), torch.empty(count, 4096, dtype=torch.bfloat16)
-        tiles = choose_hopper_tiles(matrix, count)
-        assert isinstance(tiles, SplitTokenTiles)
-        multiply_split_tokens(split_tokens(x, tiles.tokens), matrix, counters, out, tiles)
-    assert len(kernel.compiled) == len(splitting.compiled) == 1
-    assert spilled_bytes(kernel.cubins[0], tmp_path) == spilled_bytes(splitting.cubins[0], tmp_path) == 0
-    assert kernel.shared_bytes[0] <= HOPPER_SHARED_BYTES
-    ptx = kernel.ptx[0]
-    assert ".maxnreg 64" in ptx and "cp.async.bulk.tensor.2d" in ptx
-    assert len(re.findall(r"wgmma\.mma_async\.\S*\.e4m3\.e4m3", ptx)) == 2 * 4  # in each group, of 32 inputs
+        tiles = split_token_tiles(16 if count <= 16 else 32 if count <= 32 else 64, outputs, 120, 120)
+        multiply_split_tokens(split_tokens(x, tiles.tokens), matrix, out, tiles)
+    for kernel in (multiplying, splitting, adding):
+        assert len(kernel.compiled) == 1 and spilled_bytes(kernel.cubins[0], tmp_path) == 0
+    assert multiplying.shared_bytes[0] <= HOPPER_SHARED_BYTES
+    ptx = multiplying.ptx[0]
+    registers = int(re.search(r"\.maxnreg (\d+)", ptx)[1])
+    assert registers * 12 * 32 + 32 * 4 * 32 <= REGISTERS and "cp.async.bulk.tensor.2d" in ptx
+    steps = outputs // 128 * 4  # of 32 inputs
+    assert len(re.findall(r"wgmma\.mma_async\.\S*\.e4m3\.e4m3", ptx)) == 2 * steps  # in each group
+    assert "st.global.v4.b32" in ptx and "ld.global.cg.v" in adding.ptx[0]
 
 
 @pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])

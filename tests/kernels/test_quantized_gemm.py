@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.kernel_launches import INTERPRETED, is_hopper, launches_kernel
 from megatron_mamba_cache.kernels.quantized import dequantize as dequantize_module
-from megatron_mamba_cache.kernels.quantized import few_token_gemm, few_token_hopper, split_token_hopper
+from megatron_mamba_cache.kernels.quantized import few_token_gemm, part_sums, split_token_hopper
 from megatron_mamba_cache.kernels.quantized import product as product_module
 from megatron_mamba_cache.kernels.quantized import split_tokens as split_tokens_module
 from megatron_mamba_cache.kernels.quantized.dequantize import dequantize
@@ -16,15 +16,14 @@ from megatron_mamba_cache.kernels.quantized.few_token_gemm import (
     multiply_ref,
     num_counters,
 )
-from megatron_mamba_cache.kernels.quantized.few_token_pipeline import first_step, program_of
 from megatron_mamba_cache.kernels.quantized.few_token_tiles import (
     FewTokenTiles,
-    HopperTiles,
     SplitTokenTiles,
     choose_hopper_tiles,
     choose_tiles,
-    hopper_tiles,
+    split_token_tiles,
 )
+from megatron_mamba_cache.kernels.quantized.part_sums import Parts, add_parts, add_parts_ref, program_of
 from megatron_mamba_cache.kernels.quantized.product import multiply_quantized
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import (
     RUN,
@@ -33,6 +32,7 @@ from megatron_mamba_cache.kernels.quantized.quantized_matrix import (
     packed,
     unpacked,
 )
+from megatron_mamba_cache.kernels.quantized.split_token_pipeline import first_shared
 from megatron_mamba_cache.kernels.quantized.split_tokens import split_tokens, split_tokens_ref
 from tests.kernels.kernel_stand_ins import launches_expected
 
@@ -88,11 +88,9 @@ def test_product_equals_the_reference(
     num_tokens: int, rows: int, columns: int, blocks: tuple[int, int] | None, device: str
 ) -> None:
     weight, x = fp8_matrix(rows, columns, blocks, device), tokens(num_tokens, columns, device)
-    tiles = choose_tiles(weight, num_tokens)
-    on_hopper, is_split = isinstance(tiles, HopperTiles), isinstance(tiles, SplitTokenTiles)
+    is_split = isinstance(choose_tiles(weight, num_tokens), SplitTokenTiles)
     with (
-        launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=not (on_hopper or is_split), device=device),
-        launches_expected(few_token_hopper, "_few_tokens_hopper_kernel", of_kernel=on_hopper, device=device),
+        launches_expected(few_token_gemm, "_few_tokens_kernel", of_kernel=not is_split, device=device),
         launches_expected(split_token_hopper, "_split_tokens_hopper_kernel", of_kernel=is_split, device=device),
     ):
         found = multiply_few_tokens(x, weight, counters(weight))
@@ -149,55 +147,79 @@ def test_a_token_does_not_depend_on_others_of_its_range(blocks: tuple[int, int] 
 
 
 @pytest.mark.parametrize(
-    ("num_tiles", "steps", "programs"), [(1, 1, 1), (136, 40, 132), (3, 5, 15), (7, 11, 9), (2, 9, 5)]
+    ("num_tiles", "steps", "sharers"), [(1, 1, 1), (4, 40, 132), (3, 5, 15), (7, 11, 9), (2, 9, 5)]
 )
-def test_programs_on_hopper_divide_all_steps_and_find_every_part_of_a_tile(
-    num_tiles: int, steps: int, programs: int
+def test_programs_share_all_steps_and_the_parts_of_every_tile_are_found(
+    num_tiles: int, steps: int, sharers: int
 ) -> None:
-    work, written = num_tiles * steps, {}
-    for program in range(programs):
-        begin, end = (first_step.fn(number, work, programs) for number in (program, program + 1))
-        assert begin < end and {program_of.fn(step, work, programs) for step in range(begin, end)} == {program}
+    shared, written = num_tiles * steps, {}
+    for program in range(sharers):
+        begin, end = (first_shared.fn(number, shared, sharers) for number in (program, program + 1))
+        assert begin < end and {program_of.fn(step, shared, sharers) for step in range(begin, end)} == {program}
         for tile in range(begin // steps, (end - 1) // steps + 1):
             low, high = max(begin - tile * steps, 0), min(end - tile * steps, steps)
             key = (2 * program + (low == 0)) if high - low < steps else ("whole", tile)
             assert key not in written
             written[key] = range(tile * steps + low, tile * steps + high)
     for tile in range(num_tiles):
-        first, last = (program_of.fn(step, work, programs) for step in (tile * steps, (tile + 1) * steps - 1))
+        first, last = (program_of.fn(step, shared, sharers) for step in (tile * steps, (tile + 1) * steps - 1))
         slots = [2 * first + 1, *range(2 * (first + 1), 2 * last + 1, 2)]
         parts = [written[("whole", tile)]] if ("whole", tile) in written else [written[slot] for slot in slots]
         assert [step for part in parts for step in part] == list(range(tile * steps, (tile + 1) * steps))
-    assert first_step.fn(0, work, programs) == 0 and first_step.fn(programs, work, programs) == work
+    assert first_shared.fn(0, shared, sharers) == 0 and first_shared.fn(sharers, shared, sharers) == shared
+
+
+@pytest.mark.parametrize("has_factors", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 17, 32])
+@pytest.mark.parametrize(
+    ("rows", "steps", "num_tiles", "sharers"), [(600, 40, 2, 27), (580, 3, 3, 5), (1170, 11, 7, 9)]
+)
+def test_parts_of_shared_tiles_are_added_in_order(
+    rows: int, steps: int, num_tiles: int, sharers: int, num_tokens: int, has_factors: bool, device: str
+) -> None:
+    first_tile = -(-rows // 128) - num_tiles
+    sums = torch.randn(2 * sharers, 4, 128, 8, device=device)
+    parts = Parts(sums, steps, num_tiles * steps, first_tile)
+    factors = torch.rand(rows, device=device) if has_factors else None
+    found, expected = torch.full((2, num_tokens, rows), 7.0, device=device).bfloat16()
+    with launches_expected(part_sums, "_add_parts_kernel", of_kernel=True, device=device):
+        add_parts(parts, factors, found)
+    add_parts_ref(parts, factors, expected)
+    assert torch.equal(found, expected)
+    assert (expected[:, : first_tile * 128] == 7).all()
+    for program in range(sharers):
+        begin, end = program * parts.shared // sharers, (program + 1) * parts.shared // sharers
+        tile = begin // steps
+        if begin % steps == 0 and end % steps == 0:  # a tile of its own: another kernel stores it
+            assert (expected[:, (first_tile + tile) * 128 : (first_tile + tile + 1) * 128] == 7).all()
 
 
 def test_tiles_on_hopper_keep_all_multiprocessors_busy() -> None:
-    def chosen(rows: int, columns: int) -> HopperTiles:
-        return choose_hopper_tiles(fp8_matrix(rows, columns, (128, 128)), 64)
+    def chosen(rows: int, columns: int, num_tokens: int = 64) -> tuple[int, int, int]:
+        tiles = choose_hopper_tiles(fp8_matrix(rows, columns, (128, 128)), num_tokens)
+        return tiles.outputs, tiles.programs, tiles.sharers
 
-    assert chosen(34816, 256) == HopperTiles(64, 256, 132, 4)
-    assert chosen(4096, 1024) == HopperTiles(64, 128, 128, 6)  # four equal parts of each tile
-    assert choose_hopper_tiles(fp8_matrix(4096, 1024, (128, 128)), 16) == SplitTokenTiles(128)
-    assert chosen(128, 512) == HopperTiles(64, 128, 4, 6)  # no more programs than steps
+    assert chosen(34816, 256) == (256, 132, 8)  # one tile each, and the two steps of four tiles
+    assert chosen(34816, 8960, 32) == (128, 132, 112)  # two tiles each, and five steps of the 70 of eight tiles
+    assert chosen(4096, 1024) == (128, 128, 128)  # four equal parts of each tile
+    assert chosen(128, 512) == (128, 4, 4)  # no more programs than steps
 
 
 @pytest.mark.parametrize("outputs", [128, 256])
-@pytest.mark.parametrize("programs", [1, 5, 12])
+@pytest.mark.parametrize(("programs", "sharers"), [(1, 1), (3, 2), (12, 12)])
 @pytest.mark.parametrize("blocks", [None, (128, 128), (64, 256)])
 def test_product_on_hopper_equals_the_reference(
-    blocks: tuple[int, int] | None, programs: int, outputs: int, device: str
+    blocks: tuple[int, int] | None, programs: int, sharers: int, outputs: int, device: str
 ) -> None:
     if device == "cpu" or not is_hopper(torch.device(device, torch.cuda.current_device())):
         pytest.skip("needs a Hopper GPU")
     weight = fp8_matrix(456, 1184, blocks, device)
-    used = counters(weight)
     for count in (1, 16, 17, 32, 33, MOST_TOKENS):
         x, range_of = tokens(count, 1184, device), 16 if count <= 16 else 32 if count <= 32 else 64
-        tiles = SplitTokenTiles(programs) if count <= 16 else hopper_tiles(range_of, outputs, programs)
-        found = multiply_few_tokens(x, weight, used, tiles=tiles)
-        assert_close_to_reference(found, x, weight, FP8_SUMS if count <= 16 else FP32_SUMS)
-        assert not used.any()
-        alone = multiply_few_tokens(x[:1], weight, used, tiles=tiles)
+        tiles = split_token_tiles(range_of, outputs, programs, sharers)
+        found = multiply_few_tokens(x, weight, counters(weight), tiles=tiles)
+        assert_close_to_reference(found, x, weight, FP8_SUMS)
+        alone = multiply_few_tokens(x[:1], weight, counters(weight), tiles=tiles)
         assert torch.equal(alone, found[:1])
 
 

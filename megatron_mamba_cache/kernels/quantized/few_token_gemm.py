@@ -19,8 +19,7 @@ from ..kernel_launches import launches_kernel
 from ..overlap import await_written, let_next_begin, overlapping
 from ..reference import compute_dtype
 from .code_tiles import prefetch_words, sum_inputs, sum_nvfp4_inputs
-from .few_token_hopper import multiply_on_hopper
-from .few_token_tiles import MOST_WORDS, HopperTiles, SplitTokenTiles, Tiles, choose_tiles
+from .few_token_tiles import MOST_WORDS, SplitTokenTiles, Tiles, choose_tiles
 from .quantized_matrix import RUN, QuantizedMatrix
 from .split_token_hopper import multiply_split_tokens
 from .split_tokens import split_tokens
@@ -160,7 +159,7 @@ def multiply_few_tokens(
     Raises:
         ValueError: If shapes, dtypes or strides disagree, or there are too many tokens for the kernel.
 
-    Reference: `multiply_ref`. CUDA-graph safe: no host sync, one or two launches.
+    Reference: `multiply_ref`. CUDA-graph safe: no host sync, up to three launches.
     """
     if x.dim() != 2 or x.shape[1] != weight.shape[-1] or x.device != weight.words.device:
         raise ValueError(f"need x [tokens, {weight.shape[-1]}] on {weight.words.device}, found {tuple(x.shape)}")
@@ -175,10 +174,7 @@ def multiply_few_tokens(
     rows, num_tokens = weight.shape[0], len(x)
     out = torch.empty(num_tokens, rows, dtype=x.dtype, device=x.device) if out is None else out
     if isinstance(tiles, SplitTokenTiles):
-        multiply_split_tokens(split_tokens(x, tiles.tokens), weight, counters, out, tiles)
-        return out
-    if isinstance(tiles, HopperTiles):
-        multiply_on_hopper(x, weight, counters, out, tiles)
+        multiply_split_tokens(split_tokens(x, tiles.tokens), weight, out, tiles)
         return out
     of_parts = (tiles.parts, num_tokens, rows) if tiles.parts > 1 else (1,)
     box, num_tiles = [tiles.outputs, tiles.words], triton.cdiv(rows, tiles.outputs)

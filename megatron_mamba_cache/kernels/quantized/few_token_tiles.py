@@ -1,4 +1,4 @@
-"""Tile sizes of products of few tokens with quantized weights, and the choice between their three kernels.
+"""Tile sizes of products of few tokens with quantized weights, and the choice between their two kernels.
 
 Tiles depend on the weight's shape and on the range of the number of tokens: up to 16, up to 32 or up to 64. So a
 token's bits do not depend on others of its range. Figures of an H200, which has 132 multiprocessors.
@@ -7,18 +7,16 @@ token's bits do not depend on others of its range. Figures of an H200, which has
 from dataclasses import dataclass
 
 from ..kernel_launches import INTERPRETED, has_tested_gluon, is_hopper
-from .few_token_pipeline import DEPTH, UNIT
 from .quantized_matrix import QuantizedMatrix
+from .split_token_pipeline import DEPTH, UNIT
 
 MOST_WORDS = 64
 """Words of each row of a tile."""
-_SPLIT_TOKENS = 16
-_SPLIT_OUTPUTS = 128
 _LEAST_SPLIT_BYTES = {True: 2**24, False: 2**26}
 """Bytes of codes with (True) and without scales of blocks from which on split tokens are faster."""
 _MULTIPROCESSORS = 132
-_LEAST_WIDE_TILES = 48
-"""Tiles of 256 outputs from which on `few_token_hopper` uses them."""
+_LEAST_WIDE_ROWS = 2**14
+"""Outputs from which on `split_token_hopper` has wide tiles for many tokens."""
 _STAGE_BYTES = 192 * 1024
 _MOST_STAGES = 8
 _MOST_PARTS = 8
@@ -48,47 +46,37 @@ class FewTokenTiles:
 
 
 @dataclass(frozen=True, slots=True)
-class HopperTiles:
-    """Tile sizes of `few_token_hopper`.
-
-    Args:
-        tokens: 32 or 64; at least the number of tokens.
-        outputs: Of a tile; 128 or 256.
-        programs: Between which the steps are divided; at most the number of steps.
-        stages: Of the pipeline.
-    """
-
-    tokens: int
-    outputs: int
-    programs: int
-    stages: int
-
-
-@dataclass(frozen=True, slots=True)
 class SplitTokenTiles:
     """Tile sizes of `split_token_hopper`; one program leaves room for those of the next kernels.
 
     Args:
-        programs: Between which the steps are divided; at most the number of steps.
+        programs: Each computes as many whole tiles as all of them can.
+        sharers: Programs between which the steps of the remaining tiles are divided.
+        tokens: 16, 32 or 64; at least the number of tokens.
+        outputs: Of a tile; 128 or 256.
+        stages: Of the pipeline.
     """
 
     programs: int
-    tokens: int = _SPLIT_TOKENS
-    outputs: int = _SPLIT_OUTPUTS
-    stages: int = 8
-
-    def num_tiles(self, weight: QuantizedMatrix) -> int:
-        """Return the number of tiles of a weight's outputs."""
-        return -(-weight.shape[0] // self.outputs)
+    sharers: int
+    tokens: int
+    outputs: int
+    stages: int
 
 
-Tiles = FewTokenTiles | HopperTiles | SplitTokenTiles
+def split_token_tiles(tokens: int, outputs: int, programs: int, sharers: int) -> SplitTokenTiles:
+    """Return tiles with as many stages as fit in shared memory."""
+    stage_bytes = DEPTH.value * (outputs + 2 * tokens)
+    return SplitTokenTiles(programs, sharers, tokens, outputs, min(_STAGE_BYTES // stage_bytes, _MOST_STAGES))
+
+
+Tiles = FewTokenTiles | SplitTokenTiles
 
 
 def choose_tiles(weight: QuantizedMatrix, num_tokens: int) -> Tiles:
     """Return the tiles for a number of tokens; the same up to 16, up to 32 and up to 64 of them."""
     is_large = weight.words.nbytes >= _LEAST_SPLIT_BYTES[weight.scales is not None]
-    if (is_large or num_tokens > _SPLIT_TOKENS) and _can_launch_on_hopper(weight):
+    if (is_large or num_tokens > 16) and _can_launch_on_hopper(weight):
         return choose_hopper_tiles(weight, num_tokens)
     rows, columns = weight.shape
     tokens, outputs, words = _range_of(num_tokens), 128, words_of_tile(weight)
@@ -105,30 +93,31 @@ def words_of_tile(weight: QuantizedMatrix) -> int:
     return min(MOST_WORDS, weight.block_columns // 2) if has_blocks else MOST_WORDS
 
 
-def choose_hopper_tiles(weight: QuantizedMatrix, num_tokens: int) -> HopperTiles | SplitTokenTiles:
-    """Return the tiles of a kernel for Hopper GPUs.
+def choose_hopper_tiles(weight: QuantizedMatrix, num_tokens: int) -> SplitTokenTiles:
+    """Return the tiles of the kernel for Hopper GPUs.
 
     Wide tiles load tokens less often, but leave more sums to add if there are few of them.
     """
     rows, columns = weight.shape
-    steps = -(-columns // DEPTH.value)
-    if num_tokens <= _SPLIT_TOKENS:
-        return SplitTokenTiles(_programs(-(-rows // _SPLIT_OUTPUTS), steps))
-    outputs = 256 if rows >= _LEAST_WIDE_TILES * 256 else 128
-    return hopper_tiles(_range_of(num_tokens), outputs, _programs(-(-rows // outputs), steps))
+    tokens = _range_of(num_tokens)
+    outputs = 256 if tokens > 32 and rows >= _LEAST_WIDE_ROWS else 128
+    return split_token_tiles(tokens, outputs, *_division(-(-rows // outputs), -(-columns // DEPTH.value)))
 
 
-def _programs(num_tiles: int, steps: int) -> int:
-    """Return the number of programs: for equal parts of one tile each, a few multiprocessors may stay idle."""
-    in_equal_parts = _MULTIPROCESSORS // num_tiles * num_tiles
-    programs = in_equal_parts if in_equal_parts >= 0.9 * _MULTIPROCESSORS else _MULTIPROCESSORS
-    return min(programs, num_tiles * steps)
+def _division(num_tiles: int, steps: int) -> tuple[int, int]:
+    """Return the number of programs and how many of them share tiles.
 
-
-def hopper_tiles(tokens: int, outputs: int, programs: int) -> HopperTiles:
-    """Return tiles with as many stages as fit in shared memory."""
-    stage_bytes = DEPTH.value * (outputs + 2 * tokens)
-    return HopperTiles(tokens, outputs, programs, min(_STAGE_BYTES // stage_bytes, _MOST_STAGES))
+    For equal parts of one tile each, a few multiprocessors may stay idle. No program shares fewer steps than the others
+    must: the fewer parts a tile has, the better.
+    """
+    if num_tiles < _MULTIPROCESSORS:
+        in_equal_parts = _MULTIPROCESSORS // num_tiles * num_tiles
+        programs = in_equal_parts if in_equal_parts >= 0.9 * _MULTIPROCESSORS else _MULTIPROCESSORS
+        programs = min(programs, num_tiles * steps)
+        return programs, programs
+    shared = num_tiles % _MULTIPROCESSORS * steps
+    most_steps = max(-(-shared // _MULTIPROCESSORS), 1)
+    return _MULTIPROCESSORS, -(-shared // most_steps)
 
 
 def fits_boxes(weight: QuantizedMatrix) -> bool:

@@ -1,12 +1,15 @@
-"""Product of up to 16 tokens with an FP8 weight on Hopper GPUs, in Gluon: FP8 tensor cores multiply codes as they are.
+"""Product of few tokens with an FP8 weight on Hopper GPUs, in Gluon: FP8 tensor cores multiply codes as they are.
 
 `split_tokens` writes a token as two rows of FP8 values, with a scale for each 128 inputs. So no code is decoded. A step
-is 128 inputs of a tile of 128 outputs. Tensor cores sum its products and keep 13 bits after the first one; the sums of
-both rows, times their scales, are added in fp32.
+is 128 inputs of a tile of outputs. Tensor cores sum its products and keep 13 bits after the first one; the sums of both
+rows, times their scales, are added in fp32.
 
-One warp loads codes and tokens into pipeline stages with TMA. Two groups of four warps multiply 64 outputs each. The
-steps of all tiles are divided among the programs as in `few_token_hopper`. A program uses few registers, so that
-programs of the next kernels can start on the same multiprocessor.
+One warp loads codes and tokens into pipeline stages with TMA. Two groups of four warps multiply UNITS units of 64
+outputs each; a group adds its sums while tensor cores multiply for the other one. A program leaves registers free, so
+that programs of the next kernels can start on the same multiprocessor.
+
+Programs that share a tile write their sums, and a second kernel, `part_sums`, adds them in the order of the inputs. The
+division depends on the weight's shape and on the range of the number of tokens only, and so do a token's bits.
 """
 
 from functools import cache
@@ -24,235 +27,227 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.core import _aggregate as aggregate
 
-from ..gluon_common import await_launcher, load_tile, reinterpret, release, thread_barrier
+from ..gluon_common import reinterpret, release, thread_barrier
 from ..overlap import overlapping
-from .few_token_pipeline import DEPTH, GROUPS, UNIT, Sizes, first_step, init_barriers
-from .few_token_results import Results, put, put_part
 from .few_token_tiles import SplitTokenTiles, fits_boxes
+from .part_sums import Parts, add_parts
 from .quantized_matrix import QuantizedMatrix
+from .split_token_pipeline import DEPTH, GROUPS, ROW, UNIT, Sizes, allocate_pipeline, fill, shared_steps, step_of
 from .split_tokens import LOW_SCALE, SplitTokens
 
 _LOW_SCALE = gl.constexpr(LOW_SCALE)
-_SCALES = gl.constexpr(32)
-"""Scales of a stage: those of the tokens, padded to 128 bytes, the alignment that TMA needs."""
-_ROW = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
-_REGISTERS = 64
-"""Of a thread, on average."""
-_MULTIPLY_REGISTERS = 80
+_LEAST_SCALES = 32
+"""Of a box of tokens' scales: TMA writes multiples of 128 bytes."""
+_REGISTERS = {
+    (16, 128): (80, 64), (16, 256): (104, 80), (32, 128): (80, 64), (32, 256): (128, 96),
+    (64, 128): (128, 96), (64, 256): (224, 160),
+}  # fmt: skip
+"""Of a thread that multiplies, and of a thread on average, by tokens and outputs of a tile."""
 _FILL_REGISTERS = 24
 
 
 @aggregate
-class _Pipeline:
-    """Stages, with barriers for full and empty ones, and the scales of weights.
+class _Results:
+    """Where sums go: `out` [tokens, outputs], and `parts` of shared tiles, with two slots for each program."""
 
-    A stage has codes [2 * UNIT, DEPTH], rows of tokens [2 * TOKENS, DEPTH] and scales of tokens [1, _SCALES].
-    `of_weights` [GROUPS, LONGEST] holds the scales of all the program's steps.
-    """
-
-    codes: gl.shared_memory_descriptor
-    tokens: gl.shared_memory_descriptor
-    of_tokens: gl.shared_memory_descriptor
-    of_weights: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
+    out: gl.tensor
+    out_stride: gl.tensor
+    num_tokens: gl.tensor
+    factors: gl.tensor
+    parts: gl.tensor
 
     @gluon.constexpr_function
-    def __init__(self, codes, tokens, of_tokens, of_weights, full, empty):
-        self.codes = codes
-        self.tokens = tokens
-        self.of_tokens = of_tokens
-        self.of_weights = of_weights
-        self.full = full
-        self.empty = empty
+    def __init__(self, out, out_stride, num_tokens, factors, parts):
+        self.out = out
+        self.out_stride = out_stride
+        self.num_tokens = num_tokens
+        self.factors = factors
+        self.parts = parts
 
 
 @gluon.jit
-def _allocate_pipeline(codes, tokens, of_tokens, sizes, LONGEST: gl.constexpr):
-    """Allocate the pipeline with all stages empty; call it before warp specialization."""
-    pipeline = _Pipeline(
-        gl.allocate_shared_memory(gl.float8e4nv, [sizes.STAGES, GROUPS * UNIT, DEPTH], codes.layout),
-        gl.allocate_shared_memory(gl.float8e4nv, [sizes.STAGES, 2 * sizes.TOKENS, DEPTH], tokens.layout),
-        gl.allocate_shared_memory(gl.float32, [sizes.STAGES, 1, _SCALES], of_tokens.layout),
-        gl.allocate_shared_memory(gl.float32, [GROUPS, LONGEST], _ROW),
-        gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
-        gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
-    )
-    init_barriers(pipeline, sizes.STAGES)
-    return pipeline
-
-
-@gluon.jit
-def _copy_codes(codes, pipeline, step, stage, sizes):
-    """Start to load the codes of a step; its `full` barrier expects the tokens and their scales too."""
-    full = pipeline.full.index(stage)
-    mbarrier.expect(full, (GROUPS * UNIT + 2 * sizes.TOKENS) * DEPTH + 4 * _SCALES)
-    corner = [step // sizes.STEPS * (GROUPS * UNIT), step % sizes.STEPS * DEPTH]
-    load_tile(codes, corner, full, pipeline.codes.index(stage))
-
-
-@gluon.jit
-def _copy_tokens(tokens, of_tokens, pipeline, step, stage, sizes):
-    """Start to load the rows of the tokens of a step, and their scales."""
-    full, column = pipeline.full.index(stage), step % sizes.STEPS
-    load_tile(tokens, [0, column * DEPTH], full, pipeline.tokens.index(stage))
-    load_tile(of_tokens, [column, 0], full, pipeline.of_tokens.index(stage))
-
-
-@gluon.jit
-def _fill(codes, tokens, of_tokens, pipeline, sizes, OVERLAPS: gl.constexpr):
-    """Load the program's steps into free stages, the first codes while the previous kernel runs; on one warp."""
-    begin = first_step(gl.program_id(0), sizes.WORK, sizes.PROGRAMS)
-    count = first_step(gl.program_id(0) + 1, sizes.WORK, sizes.PROGRAMS) - begin
-    ahead = gl.minimum(count, sizes.STAGES)
-    for k in range(ahead):
-        _copy_codes(codes, pipeline, begin + k, k, sizes)
-    await_launcher(OVERLAPS)
-    for k in range(ahead):
-        _copy_tokens(tokens, of_tokens, pipeline, begin + k, k, sizes)
-    for k in range(ahead, count):
-        stage = k % sizes.STAGES
-        mbarrier.wait(pipeline.empty.index(stage), (k // sizes.STAGES & 1) ^ 1)
-        _copy_codes(codes, pipeline, begin + k, stage, sizes)
-        _copy_tokens(tokens, of_tokens, pipeline, begin + k, stage, sizes)
-
-
-@gluon.jit
-def _keep_scales(pipeline, scales, begin, sizes, GROUP: gl.constexpr, LONGEST: gl.constexpr):
-    """Load the scales of this group's weights in all the program's steps from `begin` on."""
+def _keep_scales(pipeline, scales, sizes, GROUP: gl.constexpr):
+    """Load the scales of this group's weights in all the program's steps."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    step = gl.minimum(begin + gl.arange(0, LONGEST, layout=LAYOUT), sizes.WORK - 1)
-    row = gl.minimum((step // sizes.STEPS * GROUPS + GROUP) * UNIT, sizes.ROWS - 1) // sizes.BLOCK_ROWS
+    step = step_of(gl.arange(0, sizes.LONGEST, layout=LAYOUT), sizes)
     column = step % sizes.STEPS * DEPTH // sizes.BLOCK_COLUMNS
-    pipeline.of_weights.index(GROUP).store(gl.load(scales + row * sizes.GRID_COLUMNS + column))
+    for unit in gl.static_range(sizes.UNITS):
+        row = ((step // sizes.STEPS * GROUPS + GROUP) * sizes.UNITS + unit) * UNIT
+        of_row = gl.minimum(row, sizes.ROWS - 1) // sizes.BLOCK_ROWS * sizes.GRID_COLUMNS
+        pipeline.of_weights.index(GROUP * sizes.UNITS + unit).store(gl.load(scales + of_row + column))
     thread_barrier()
 
 
 @gluon.jit
-def _scales_of(pipeline, number, sizes, GROUP: gl.constexpr, LONGEST: gl.constexpr, SUMS: gl.constexpr):
-    """Return the scales [1, TOKENS] of the sums of the program's step `number`."""
-    of_tokens = reinterpret(pipeline.of_tokens, gl.float32, [sizes.STAGES, _SCALES], _ROW)
-    scale = of_tokens.index(number % sizes.STAGES).slice(0, sizes.TOKENS, 0).load(gl.SliceLayout(0, SUMS))[None, :]
-    if sizes.GRID_COLUMNS > 0:
-        of_weights = reinterpret(pipeline.of_weights, gl.float32, [GROUPS * LONGEST, 1], _ROW)
-        scale *= of_weights.index(GROUP * LONGEST + number).load(gl.SliceLayout(1, SUMS))[:, None]
-    return scale
+def _scale_of_weights(pipeline, number, unit: gl.constexpr, sizes, SUMS: gl.constexpr):
+    """Return the scale [1, 1] of a unit's weights in the program's step `number`."""
+    SHAPE: gl.constexpr = [GROUPS * sizes.UNITS * sizes.LONGEST, 1]
+    of_weights = reinterpret(pipeline.of_weights, gl.float32, SHAPE, ROW)
+    return of_weights.index(unit * sizes.LONGEST + number).load(gl.SliceLayout(1, SUMS))[:, None]
 
 
 @gluon.jit
-def _sum_steps(pipeline, number, count, sizes, GROUP: gl.constexpr, LONGEST: gl.constexpr, SUMS: gl.constexpr):
-    """Return the sums [UNIT, TOKENS] of a group over `count` steps of a tile, from the program's step `number` on."""
+def _sum_steps(pipeline, first, count, sizes, GROUP: gl.constexpr, SUMS: gl.constexpr):
+    """Return the sums [UNIT, TOKENS] of each unit of a group over `count` steps, from the program's step `first` on."""
     PRODUCTS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 2 * sizes.TOKENS, 32])
-    codes = reinterpret(pipeline.codes, gl.float8e4nv, [sizes.STAGES * GROUPS, UNIT, DEPTH], pipeline.codes.layout)
+    SHAPE: gl.constexpr = [sizes.STAGES * GROUPS * sizes.UNITS, UNIT, DEPTH]
+    codes = reinterpret(pipeline.codes, gl.float8e4nv, SHAPE, pipeline.codes.layout)
+    of_tokens = reinterpret(pipeline.of_tokens, gl.float32, [sizes.STAGES, pipeline.of_tokens.shape[2]], ROW)
     nothing = gl.zeros([UNIT, 2 * sizes.TOKENS], gl.float32, layout=PRODUCTS)
-    sums = gl.zeros([UNIT, sizes.TOKENS], gl.float32, layout=SUMS)
-    for k in range(number, number + count):
-        stage = k % sizes.STAGES
-        mbarrier.wait(pipeline.full.index(stage), k // sizes.STAGES & 1)
+    sums = (gl.zeros([UNIT, sizes.TOKENS], gl.float32, layout=SUMS),) * sizes.UNITS
+    for number in range(first, first + count):
+        stage = number % sizes.STAGES
+        mbarrier.wait(pipeline.full.index(stage), number // sizes.STAGES & 1)
         tokens = pipeline.tokens.index(stage).permute((1, 0))
-        products = warpgroup_mma(codes.index(stage * GROUPS + GROUP), tokens, nothing, use_acc=False, is_async=True)
-        scale = _scales_of(pipeline, k, sizes, GROUP, LONGEST, SUMS)
-        products = warpgroup_mma_wait(0, deps=[products])
-        thread_barrier()  # every warp has read its codes
-        mbarrier.arrive(pipeline.empty.index(stage), count=1)
-        high, low = gl.split(products.reshape([UNIT, 2, sizes.TOKENS]).permute([0, 2, 1]))  # registers stay in place
-        found = gl.fma(gl.convert_layout(low, SUMS), _LOW_SCALE, gl.convert_layout(high, SUMS))
-        sums = gl.fma(found, scale, sums)
+        of_token = of_tokens.index(stage).slice(0, sizes.TOKENS, 0).load(gl.SliceLayout(0, SUMS))[None, :]
+        added = ()
+        for unit in gl.static_range(sizes.UNITS):
+            of_unit = codes.index((stage * GROUPS + GROUP) * sizes.UNITS + unit)
+            products = warpgroup_mma(of_unit, tokens, nothing, use_acc=False, is_async=True)
+            scale = of_token
+            if sizes.GRID_COLUMNS > 0:
+                scale = of_token * _scale_of_weights(pipeline, number, GROUP * sizes.UNITS + unit, sizes, SUMS)
+            products = warpgroup_mma_wait(0, deps=[products])
+            if unit == sizes.UNITS - 1:
+                thread_barrier()  # every warp has read its codes
+                mbarrier.arrive(pipeline.empty.index(stage), count=1)
+            high, low = gl.split(products.reshape([UNIT, 2, sizes.TOKENS]).permute([0, 2, 1]))  # in the same registers
+            found = gl.fma(gl.convert_layout(low, SUMS), _LOW_SCALE, gl.convert_layout(high, SUMS))
+            added = added + (gl.fma(found, scale, sums[unit]),)  # type: ignore[assignment]  # noqa: RUF005
+        sums = added
     return sums
 
 
 @gluon.jit
-def _multiply(pipeline, scales, results, sizes, GROUP: gl.constexpr, LONGEST: gl.constexpr):
+def _put(results, total, first, sizes, SUMS: gl.constexpr):
+    """Multiply sums [UNIT, TOKENS] by their rows' factors and store them."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8, 1], [8, 4], [1, 4], [0, 1])
+    if sizes.HAS_FACTORS:
+        row = first + gl.arange(0, UNIT, layout=gl.SliceLayout(1, SUMS))
+        total *= gl.load(results.factors + gl.minimum(row, sizes.ROWS - 1))[:, None]
+    result = gl.convert_layout(total.to(gl.bfloat16), LAYOUT)
+    row = first + gl.arange(0, UNIT, layout=gl.SliceLayout(1, LAYOUT))
+    token = gl.arange(0, sizes.TOKENS, layout=gl.SliceLayout(0, LAYOUT))
+    pointers = results.out + (token[None, :] * results.out_stride + row[:, None])
+    gl.store(pointers, result, mask=(row < sizes.ROWS)[:, None] & (token < results.num_tokens)[None, :])
+
+
+@gluon.jit
+def _put_part(results, sums, slot, sizes, GROUP: gl.constexpr, SUMS: gl.constexpr):
+    """Store the sums of a part of a tile."""
+    output = gl.arange(0, UNIT, layout=gl.SliceLayout(1, SUMS))
+    token = gl.arange(0, sizes.TOKENS, layout=gl.SliceLayout(0, SUMS))
+    OUTPUTS: gl.constexpr = GROUPS * sizes.UNITS * UNIT
+    of_token = slot * (OUTPUTS * sizes.TOKENS) + token // 8 * (8 * OUTPUTS) + token % 8
+    for unit in gl.static_range(sizes.UNITS):
+        row = (GROUP * sizes.UNITS + unit) * UNIT + output
+        gl.store(results.parts + (of_token[None, :] + row[:, None] * 8), sums[unit])
+
+
+@gluon.jit
+def _multiply(pipeline, scales, results, sizes, GROUP: gl.constexpr):
     """Compute this group's outputs of the program's steps; on four warps."""
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.TOKENS, 32])
-    begin = first_step(gl.program_id(0), sizes.WORK, sizes.PROGRAMS)
-    end = first_step(gl.program_id(0) + 1, sizes.WORK, sizes.PROGRAMS)
+    begin, end = shared_steps(sizes)
     if sizes.GRID_COLUMNS > 0:
-        _keep_scales(pipeline, scales, begin, sizes, GROUP, LONGEST)
-    for tile in range(begin // sizes.STEPS, (end - 1) // sizes.STEPS + 1):
-        low = gl.maximum(begin, tile * sizes.STEPS)
-        count = gl.minimum(end, (tile + 1) * sizes.STEPS) - low
-        first = (tile * GROUPS + GROUP) * UNIT
-        sums = _sum_steps(pipeline, low - begin, count, sizes, GROUP, LONGEST, SUMS)
+        _keep_scales(pipeline, scales, sizes, GROUP)
+    number = 0
+    num_tiles = sizes.WHOLE + (end + sizes.STEPS - 1) // sizes.STEPS - begin // sizes.STEPS
+    for index in range(num_tiles):
+        tile = step_of(number, sizes) // sizes.STEPS
+        shared = (tile - sizes.PROGRAMS * sizes.WHOLE) * sizes.STEPS
+        of_shared = gl.minimum(end, shared + sizes.STEPS) - gl.maximum(begin, shared)
+        count = gl.where(index < sizes.WHOLE, sizes.STEPS, of_shared)
+        sums = _sum_steps(pipeline, number, count, sizes, GROUP, SUMS)
+        number += count
+        first = (tile * GROUPS + GROUP) * (sizes.UNITS * UNIT)
         if first < sizes.ROWS:
             if count == sizes.STEPS:
-                put(results, sums, first, sizes, SUMS)
+                for unit in gl.static_range(sizes.UNITS):
+                    _put(results, sums[unit], first + unit * UNIT, sizes, SUMS)
             else:
-                put_part(results, (sums,), tile, first, low == tile * sizes.STEPS, sizes, GROUP, SUMS)
+                _put_part(results, sums, 2 * gl.program_id(0) + (begin <= shared).to(gl.int32), sizes, GROUP, SUMS)
 
 
-@gluon.jit(do_not_specialize=["num_tokens", "out_stride"])
+@gluon.jit(do_not_specialize=["num_tokens"])
 def _split_tokens_hopper_kernel(
-    codes, tokens, of_tokens, scales, factors, out, parts, counters, out_stride, num_tokens,
-    ROWS: gl.constexpr, STEPS: gl.constexpr, WORK: gl.constexpr, PROGRAMS: gl.constexpr, LONGEST: gl.constexpr,
-    TOKENS: gl.constexpr, STAGES: gl.constexpr, GRID_COLUMNS: gl.constexpr, BLOCK_ROWS: gl.constexpr,
-    BLOCK_COLUMNS: gl.constexpr, HAS_FACTORS: gl.constexpr, MULTIPLY_REGISTERS: gl.constexpr,
-    FILL_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr,
+    codes, tokens, of_tokens, scales, factors, out, parts, out_stride, num_tokens,
+    ROWS: gl.constexpr, STEPS: gl.constexpr, WHOLE: gl.constexpr, SHARED: gl.constexpr, PROGRAMS: gl.constexpr,
+    SHARERS: gl.constexpr, LONGEST: gl.constexpr, TOKENS: gl.constexpr, UNITS: gl.constexpr, STAGES: gl.constexpr,
+    GRID_COLUMNS: gl.constexpr, BLOCK_ROWS: gl.constexpr, BLOCK_COLUMNS: gl.constexpr, HAS_FACTORS: gl.constexpr,
+    MULTIPLY_REGISTERS: gl.constexpr, FILL_REGISTERS: gl.constexpr, OVERLAPS: gl.constexpr,
 ):  # fmt: skip
     release(OVERLAPS)
     sizes = Sizes(
-        ROWS, STEPS, WORK, PROGRAMS, TOKENS, 1, STAGES, GRID_COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, HAS_FACTORS
+        ROWS, STEPS, WHOLE, SHARED, PROGRAMS, SHARERS, LONGEST, TOKENS, UNITS, STAGES, GRID_COLUMNS, BLOCK_ROWS,
+        BLOCK_COLUMNS, HAS_FACTORS,
     )  # fmt: skip
-    results = Results(out, out_stride, num_tokens, factors, parts, counters)
-    pipeline = _allocate_pipeline(codes, tokens, of_tokens, sizes, LONGEST)
+    results = _Results(out, out_stride, num_tokens, factors, parts)
+    pipeline = allocate_pipeline(codes, tokens, of_tokens, sizes)
     gl.warp_specialize(
         [
-            (_multiply, (pipeline, scales, results, sizes, 0, LONGEST)),
-            (_multiply, (pipeline, scales, results, sizes, 1, LONGEST)),
-            (_fill, (codes, tokens, of_tokens, pipeline, sizes, OVERLAPS)),
+            (_multiply, (pipeline, scales, results, sizes, 0)),
+            (_multiply, (pipeline, scales, results, sizes, 1)),
+            (fill, (codes, tokens, of_tokens, pipeline, sizes, OVERLAPS)),
         ],
         [4, 1],
         [MULTIPLY_REGISTERS, FILL_REGISTERS],
     )
 
 
-def multiply_split_tokens(
-    tokens: SplitTokens, weight: QuantizedMatrix, counters: Tensor, out: Tensor, tiles: SplitTokenTiles
-) -> None:
+def multiply_split_tokens(tokens: SplitTokens, weight: QuantizedMatrix, out: Tensor, tiles: SplitTokenTiles) -> None:
     """Write x @ W.T to `out` [num_tokens, outputs]; other arguments are those of `multiply_few_tokens`.
 
     Long because the kernel has many named arguments.
     """
     rows, columns = weight.shape
-    num_rows, steps, num_tiles = tokens.scales.shape[1], triton.cdiv(columns, DEPTH.value), tiles.num_tiles(weight)
-    work = num_tiles * steps
-    if num_rows != tiles.tokens or len(out) > num_rows or tiles.programs > work or not fits_boxes(weight):
+    num_rows, steps = tokens.scales.shape[1], triton.cdiv(columns, DEPTH.value)
+    num_tiles = triton.cdiv(rows, tiles.outputs)
+    whole, remaining = divmod(num_tiles, tiles.programs)
+    if num_rows != tiles.tokens or len(out) > num_rows or tiles.programs > num_tiles * steps or not fits_boxes(weight):
         raise ValueError(
-            f"need FP8 with blocks of units, tokens padded to {tiles.tokens} and at most {work} programs; found "
-            f"{weight.code_bits}-bit codes in blocks of {weight.block_rows} x {weight.block_columns}, {len(out)} "
+            f"need FP8 with blocks of units, tokens padded to {tiles.tokens} and at most {num_tiles * steps} programs; "
+            f"found {weight.code_bits}-bit codes in blocks of {weight.block_rows} x {weight.block_columns}, {len(out)} "
             f"tokens padded to {num_rows}, and {tiles.programs} programs"
         )
-    size_of_parts = 2 * tiles.programs * tiles.outputs * num_rows
+    shared = remaining * steps
+    sharers = max(min(tiles.sharers, shared), 1)
+    sums = torch.empty(2 * sharers, num_rows // 8, tiles.outputs, 8, dtype=torch.float32, device=out.device)
+    multiply_registers, registers = _REGISTERS[num_rows, tiles.outputs]
     codes = weight.words.view(torch.float8_e4m3fn)
     _split_tokens_hopper_kernel[(tiles.programs,)](
         codes=TensorDescriptor.from_tensor(codes, [tiles.outputs, DEPTH.value], _layout(128, 8)),
         tokens=TensorDescriptor.from_tensor(tokens.halves, [2 * num_rows, DEPTH.value], _layout(128, 8)),
-        of_tokens=TensorDescriptor.from_tensor(tokens.scales, [1, _SCALES.value], _layout(0, 32)),
+        of_tokens=TensorDescriptor.from_tensor(tokens.scales, [1, max(num_rows, _LEAST_SCALES)], _layout(0, 32)),
         scales=tokens.scales if weight.scales is None else weight.scales,
         factors=tokens.scales if weight.factors is None else weight.factors,
         out=out,
-        parts=torch.empty(size_of_parts, dtype=torch.float32, device=out.device),
-        counters=counters,
+        parts=sums,
         out_stride=out.stride(0),
         num_tokens=len(out),
         ROWS=rows,
         STEPS=steps,
-        WORK=work,
+        WHOLE=whole,
+        SHARED=shared,
         PROGRAMS=tiles.programs,
-        LONGEST=triton.next_power_of_2(triton.cdiv(work, tiles.programs)),
+        SHARERS=sharers,
+        LONGEST=triton.next_power_of_2(whole * steps + triton.cdiv(shared, sharers)),
         TOKENS=num_rows,
+        UNITS=tiles.outputs // (GROUPS.value * UNIT.value),
         STAGES=tiles.stages,
         GRID_COLUMNS=0 if weight.scales is None else weight.scales.shape[1],
         BLOCK_ROWS=weight.block_rows,
         BLOCK_COLUMNS=weight.block_columns,
         HAS_FACTORS=weight.factors is not None,
-        MULTIPLY_REGISTERS=_MULTIPLY_REGISTERS,
+        MULTIPLY_REGISTERS=multiply_registers,
         FILL_REGISTERS=_FILL_REGISTERS,
         num_warps=4,
-        maxnreg=_REGISTERS,
+        maxnreg=registers,
         enable_fp_fusion=True,
         **overlapping(out.device),
     )
+    if shared > 0:
+        add_parts(Parts(sums, steps, shared, whole * tiles.programs), weight.factors, out)
 
 
 @cache

@@ -24,6 +24,8 @@ LOW_SCALE = 1 / 16
 """Weight of a low value relative to a high one."""
 _ROWS = 4
 _GROUPS = 4
+_MOST_PROGRAMS = 16
+"""Of a tile of tokens: all programs start while the previous kernel runs, so that the next one can start too."""
 _GREATEST_EXPONENT = 7
 """Scaled values are below 2^8, so that high and low values are below 448, the greatest code."""
 
@@ -72,34 +74,37 @@ def _split_kernel(
     COLUMNS: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, GROUPS: tl.constexpr,
     RUN: tl.constexpr, GREATEST_EXPONENT: tl.constexpr, LOW_SCALE: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Split GROUPS groups of a tile of tokens."""
+    """Split a tile of tokens, GROUPS groups at a time."""
     await_inputs(OVERLAPS)
     WIDTH: tl.constexpr = GROUPS * GROUP
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    word, group = tl.arange(0, WIDTH // 2), tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
-    first = tl.program_id(1) * WIDTH + word // RUN * (2 * RUN) + word % RUN
-    is_here = (row < num_tokens)[:, None] & (first < COLUMNS)[None, :]
-    tokens = x + row.to(tl.int64)[:, None] * x_stride + first[None, :]
-    lows = tl.load(tokens, mask=is_here, other=0).to(tl.float32)
-    highs = tl.load(tokens + RUN, mask=is_here, other=0).to(tl.float32)
+    word = tl.arange(0, WIDTH // 2)
+    is_row = (row < num_tokens)[:, None]
     infinity = float("inf")  # stands for NaN too
-    greatest = tl.where((lows == lows) & (highs == highs), tl.maximum(tl.abs(lows), tl.abs(highs)), infinity)
-    greatest = tl.max(tl.reshape(greatest, [ROWS, GROUPS, GROUP // 2]), axis=2)
-    exponent = tl.maximum(greatest.to(tl.int32, bitcast=True) >> 23, GREATEST_EXPONENT + 1)  # with a bias of 127
-    scale = ((exponent - GREATEST_EXPONENT) << 23).to(tl.float32, bitcast=True)
-    scale = tl.where(exponent == 255, infinity, scale)
-    inverse = ((254 + GREATEST_EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)
-    inverse = tl.reshape(tl.broadcast_to(inverse[:, :, None], [ROWS, GROUPS, GROUP // 2]), [ROWS, WIDTH // 2])
-    lows, highs = lows * inverse, highs * inverse
-    first_lows, first_highs = _nearest_code(lows), _nearest_code(highs)
-    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
-    is_stored = (row < num_tokens)[:, None] & (column < COLUMNS)[None, :]
-    pointers = halves + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
-    _put(pointers, first_lows, first_highs, is_stored, ROWS, WIDTH)
-    lows, highs = (lows - first_lows) * (1 / LOW_SCALE), (highs - first_highs) * (1 / LOW_SCALE)
-    _put(pointers + PADDED * COLUMNS, _nearest_code(lows), _nearest_code(highs), is_stored, ROWS, WIDTH)
-    is_stored = (row < num_tokens)[:, None] & (group * GROUP < COLUMNS)[None, :]
-    tl.store(scales + group[None, :] * PADDED + row[:, None], scale, mask=is_stored)
+    for tile in range(tl.program_id(1), (COLUMNS + WIDTH - 1) // WIDTH, tl.num_programs(1)):
+        first = tile * WIDTH + word // RUN * (2 * RUN) + word % RUN
+        is_here = is_row & (first < COLUMNS)[None, :]
+        tokens = x + row.to(tl.int64)[:, None] * x_stride + first[None, :]
+        lows = tl.load(tokens, mask=is_here, other=0).to(tl.float32)
+        highs = tl.load(tokens + RUN, mask=is_here, other=0).to(tl.float32)
+        greatest = tl.where((lows == lows) & (highs == highs), tl.maximum(tl.abs(lows), tl.abs(highs)), infinity)
+        greatest = tl.max(tl.reshape(greatest, [ROWS, GROUPS, GROUP // 2]), axis=2)
+        exponent = tl.maximum(greatest.to(tl.int32, bitcast=True) >> 23, GREATEST_EXPONENT + 1)  # with a bias of 127
+        scale = ((exponent - GREATEST_EXPONENT) << 23).to(tl.float32, bitcast=True)
+        scale = tl.where(exponent == 255, infinity, scale)
+        inverse = ((254 + GREATEST_EXPONENT - exponent) << 23).to(tl.float32, bitcast=True)
+        inverse = tl.reshape(tl.broadcast_to(inverse[:, :, None], [ROWS, GROUPS, GROUP // 2]), [ROWS, WIDTH // 2])
+        lows, highs = lows * inverse, highs * inverse
+        first_lows, first_highs = _nearest_code(lows), _nearest_code(highs)
+        column = tile * WIDTH + tl.arange(0, WIDTH)
+        is_stored = is_row & (column < COLUMNS)[None, :]
+        pointers = halves + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+        _put(pointers, first_lows, first_highs, is_stored, ROWS, WIDTH)
+        lows, highs = (lows - first_lows) * (1 / LOW_SCALE), (highs - first_highs) * (1 / LOW_SCALE)
+        _put(pointers + PADDED * COLUMNS, _nearest_code(lows), _nearest_code(highs), is_stored, ROWS, WIDTH)
+        group = tile * GROUPS + tl.arange(0, GROUPS)
+        is_stored = is_row & (group * GROUP < COLUMNS)[None, :]
+        tl.store(scales + group[None, :] * PADDED + row[:, None], scale, mask=is_stored)
 
 
 def split_tokens(x: Tensor, rows: int) -> SplitTokens:
@@ -127,7 +132,7 @@ def split_tokens(x: Tensor, rows: int) -> SplitTokens:
     num_groups = triton.cdiv(columns, GROUP)
     halves = torch.empty(2 * rows, columns, dtype=torch.float8_e4m3fn, device=x.device)
     scales = torch.empty(num_groups, rows, dtype=torch.float32, device=x.device)
-    _split_kernel[(triton.cdiv(num_tokens, _ROWS), triton.cdiv(num_groups, _GROUPS))](
+    _split_kernel[(triton.cdiv(num_tokens, _ROWS), min(triton.cdiv(num_groups, _GROUPS), _MOST_PROGRAMS))](
         x=x,
         halves=halves,
         scales=scales,
