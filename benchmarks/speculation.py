@@ -101,11 +101,15 @@ class Subject:
     settings: dict[str, Any]
     now: Callable[[], float]
 
+    def config(self, num_drafts: int) -> CacheConfig:
+        """Return the settings of an engine with this number of drafts."""
+        return CacheConfig(**self.settings, num_speculative_tokens=num_drafts)
+
     def engine(self, num_drafts: int, drafter: Any = None) -> Any:
         """Build an engine with these numbers of drafts and this drafter."""
         from megatron_mamba_cache import build_engine
 
-        config = CacheConfig(**self.settings, num_speculative_tokens=num_drafts)
+        config = self.config(num_drafts)
         return build_engine(self.model.model, config, drafter=drafter, tokenizer=self.model.tokenizer)
 
 
@@ -141,7 +145,7 @@ def useful_drafts(subject: Subject, workload: str, lines: Sequence[PromptLine], 
     tokens, counters = {}, {}
     for _ in range(REPETITIONS):
         for num_drafts in ms:
-            result, clock = _timed_run(subject, num_drafts, lines, SAMPLINGS[sampling])
+            result, clock = timed_run(subject, subject.engine(num_drafts), lines, SAMPLINGS[sampling], REPLY_TOKENS)
             ms[num_drafts].append(1e3 * clock.seconds / clock.num_tokens)
             tokens[num_drafts] = [record.generated_tokens for record in result.records]
             counters[num_drafts] = result.cache.counters
@@ -240,12 +244,14 @@ def _useful_row(figure: UsefulFigure) -> str:
     )
 
 
-def _timed_run(subject: Subject, num_drafts: int, lines: Sequence[PromptLine], sampling: Mapping[str, float]) -> Any:
+def timed_run(
+    subject: Subject, engine: Any, lines: Sequence[PromptLine], sampling: Mapping[str, float], num_tokens: int
+) -> tuple[Any, StepClock]:
+    """Serve the prompts with an engine; return the result and the clock of its decode-only steps."""
     from megatron_mamba_cache.command_line.request_runner import RequestRunner, SamplingFlags
 
-    engine = subject.engine(num_drafts)
     engine.step_modern = clock = StepClock(engine, engine.step_modern, subject.now)
-    flags = SamplingFlags(REPLY_TOKENS, sampling["temperature"], int(sampling["top_k"]), sampling["top_p"])
+    flags = SamplingFlags(num_tokens, sampling["temperature"], int(sampling["top_k"]), sampling["top_p"])
     return RequestRunner(engine, subject.model.tokenizer, flags, lambda _: None).run(lines), clock
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from measure_bits_per_byte import (
@@ -78,7 +79,7 @@ class Outcome:
 def main() -> None:
     """Train, save and score a model, and write its card."""
     flags = _parse_flags()
-    settings = Settings(**{field.name: getattr(flags, field.name) for field in fields(Settings)})
+    settings = settings_of(flags, Settings)
     torch.manual_seed(settings.seed)
     sources = [source for source in library_sources(flags.stdlib) if source.part == "training"]
     tokenizer = train_tokenizer(sources, settings.vocabulary)
@@ -194,7 +195,7 @@ class TrainingText:
 def train(model: NemotronHForCausalLM, text: TrainingText, settings: Settings) -> Outcome:
     """Train in place for the given time; the learning rate follows a cosine over that time."""
     torch.set_float32_matmul_precision("high")
-    optimizer = _optimizer(model, settings)
+    optimizer = optimizer_of(model, settings.learning_rate, settings.weight_decay)
     hooks = _add_dropout(model, settings.dropout)
     batches = text.batches()
     model.train()
@@ -218,19 +219,19 @@ def train(model: NemotronHForCausalLM, text: TrainingText, settings: Settings) -
     return Outcome(steps, tokens, tokens / text.tokens)
 
 
+def optimizer_of(model: nn.Module, learning_rate: float, weight_decay: float) -> AdamW:
+    """Apply weight decay to matrices only: not to norms, convolutions, A, D or the bias of dt."""
+    decayed = [parameter for parameter in model.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return AdamW(groups, lr=learning_rate, betas=(0.9, 0.95), fused=True)
+
+
 def rate_share(done: float) -> float:
     """Return the fraction of the peak learning rate to use after the fraction `done` of the time."""
     if done < WARM_UP:
         return done / WARM_UP
     return 0.5 * (1 + math.cos(math.pi * min(1.0, (done - WARM_UP) / (1 - WARM_UP))))
-
-
-def _optimizer(model: nn.Module, settings: Settings) -> AdamW:
-    """Apply weight decay to matrices only: not to norms, convolutions, A, D or the bias of dt."""
-    decayed = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    others = [parameter for parameter in model.parameters() if parameter.ndim != 2]
-    groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return AdamW(groups, lr=settings.learning_rate, betas=(0.9, 0.95), fused=True)
 
 
 def _add_dropout(model: nn.Module, share: float) -> list[torch.utils.hooks.RemovableHandle]:
@@ -259,19 +260,42 @@ def _step(model: nn.Module, optimizer: AdamW, batch: Tensor, rate: float) -> Ten
 
 def _run_facts(flags: argparse.Namespace, settings: Settings) -> dict[str, object]:
     """Return the settings, the command that reproduces them, the versions and the machine."""
-    command = ["python", "examples/train_small_model.py", "--output", "DIR"]
-    for field in fields(Settings):
-        value = getattr(settings, field.name)
-        if value != field.default:
-            command += ["--" + field.name.replace("_", "-"), str(value)]
-    on_gpu = torch.device(flags.device).type == "cuda"
+    command = command_of("train_small_model.py", settings)
     return {
         **asdict(settings),
         **{package: version(package) for package in ("torch", "transformers", "tokenizers")},
         "command": shlex.join([*command, "--compile"] if flags.compile else command),
         "cpython": library_version(flags.stdlib),
-        "device": torch.cuda.get_device_name(flags.device) if on_gpu else f"{platform.machine()} processor",
+        "device": device_name(flags.device),
     }
+
+
+def command_of(script: str, settings: Any) -> list[str]:
+    """Return the words of a command that runs a script of this folder with these settings, a dataclass of flags."""
+    command = ["python", f"examples/{script}", "--output", "DIR"]
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if value != field.default:
+            command += ["--" + field.name.replace("_", "-"), str(value)]
+    return command
+
+
+def device_name(device: str) -> str:
+    """Return the name of a GPU, or the kind of processor."""
+    on_gpu = torch.device(device).type == "cuda"
+    return torch.cuda.get_device_name(device) if on_gpu else f"{platform.machine()} processor"
+
+
+def settings_of(flags: argparse.Namespace, kind: type[Any]) -> Any:
+    """Return a dataclass of settings from the flags that `add_flags` added."""
+    return kind(**{field.name: getattr(flags, field.name) for field in fields(kind)})
+
+
+def add_flags(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Add a flag for each field of a dataclass of settings."""
+    for field in fields(settings):
+        flag = "--" + field.name.replace("_", "-")
+        parser.add_argument(flag, type=type(field.default), default=field.default, help="default: %(default)s")
 
 
 def _parse_flags() -> argparse.Namespace:
@@ -284,9 +308,7 @@ def _parse_flags() -> argparse.Namespace:
         "--stdlib", type=Path, default=installed_library(), help="default: the running Python's library"
     )
     parser.add_argument("--compile", action="store_true", help="compile the layers: a minute's wait, then faster steps")
-    for field in fields(Settings):
-        flag = "--" + field.name.replace("_", "-")
-        parser.add_argument(flag, type=type(field.default), default=field.default, help="default: %(default)s")
+    add_flags(parser, Settings)
     return parser.parse_args()
 
 

@@ -8,12 +8,14 @@ import pytest
 import torch
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
+from transformers import AutoConfig
 
 from megatron_mamba_cache.models.checkpoints.checkpoint_writer import InProcessSaveStrategy
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from megatron_mamba_cache.models.checkpoints.stored_names import mtp_names
 from tests.models.checkpoint_edits import assert_refused, copy_of, set_fields, tensors_of, write_tensors
+from tests.models.mtp_heads import head_tensors
 from tests.models.tensor_parallel_worker import assert_same_weights
 from tests.models.training_checkpoints import DENSE, random_model, write_training_checkpoint
 
@@ -68,6 +70,17 @@ def test_directory_with_mtp_tensors_loads_without_them_and_logs_it_once(
     (warning,) = warnings_of(caplog)
     assert warning.startswith(f"{directory} has layers for multi-token prediction (MTP), which are not used; ")
     assert warning.endswith(f"their {len(names)} tensors are left out")
+
+
+def test_incomplete_head_is_skipped_with_a_warning(
+    checkpoints: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = copy_of(checkpoints["qwen3_5"], tmp_path)
+    head = head_tensors(AutoConfig.from_pretrained(directory))
+    del head["mtp.fc.weight"]
+    write_tensors(directory, tensors_of(directory) | head)
+    load_hugging_face(directory, torch.float32)
+    assert len(warnings_of(caplog)) == 1
 
 
 def test_extra_layers_are_skipped_as_mtp_when_configured(

@@ -23,7 +23,7 @@ from .checkpoint_family import CheckpointFamily
 from .checkpoint_tensors import CheckpointTensors
 from .kv_cache_scales import KVScale, read_kv_scales, set_kv_scales
 from .model_filling import Model, ModelFilling
-from .mtp_tensors import MTPLoading, find_head
+from .mtp_tensors import MTPLoading, find_head, stores_head
 from .stored_names import StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
 
 ActivationDtype = Literal["auto", "bf16"]
@@ -59,6 +59,18 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
     """
     family = CheckpointFamily.read(directory)
     return family.architecture(), family.dtype
+
+
+def read_head_pattern(directory: Path) -> str:
+    """Return the layer pattern of the MTP head that config.json describes; empty if the family has none.
+
+    The directory may hold no tensors of it. The errors raised are those of `read_sizes`.
+    """
+    family = CheckpointFamily.read(directory)
+    if not hasattr(family.module, "mtp_pattern"):
+        return ""
+    pattern: str = family.module.mtp_pattern(family.config, family.architecture())
+    return pattern
 
 
 def load_hugging_face(
@@ -161,7 +173,9 @@ class _Contents:
         _check_names(directory, sorted(unknown.difference(of_mtp, other_parts)), stored.missing)
         if head is not None:
             _check_names(directory, head.unknown, head.tensors.missing)
-        warn_of_left_out(directory, len(skipped))
+        # A head that can be loaded was not asked for; with another `mtp`, a warning gives the reason.
+        if mtp == "none" and not stores_head(family.module, family.config, architecture, of_mtp, directory):
+            warn_of_left_out(directory, len(skipped))
         warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")
         model = _StoredPart.read(architecture, stored.placements, filled_of(architecture), files)
         if head is None:

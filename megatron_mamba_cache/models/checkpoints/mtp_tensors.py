@@ -75,6 +75,21 @@ def find_head(
     return StoredHead(head, tensors, sorted(set(names) - tensors.placements.keys()))
 
 
+def stores_head(
+    module: ModuleType,
+    config: CheckpointConfig,
+    architecture: HybridArchitecture,
+    names: Collection[str],
+    directory: Path,
+) -> bool:
+    """Return True if the tensors are a whole head that is supported; see `find_head`."""
+    try:
+        head = find_head(module, config, architecture, names, directory, "required")
+    except ValueError:
+        return False
+    return head is not None and not (head.unknown or head.tensors.missing)
+
+
 def _supported(
     module: ModuleType, config: CheckpointConfig, architecture: HybridArchitecture, names: Collection[str]
 ) -> HybridArchitecture:
