@@ -4,8 +4,9 @@ from typing import Any
 
 from torch import nn
 
-from megatron_mamba_cache.mcore.model_reading import model_shape_of, weights_of_token
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.mcore.stacked_experts import StackedExperts
+from megatron_mamba_cache.mcore.step_reads import weights_of_token
 
 
 def step_bytes(model: Any, engine: Any, history: int, num_rows: int = 1, *, hits_all: bool = False) -> int:
@@ -21,11 +22,17 @@ def step_bytes(model: Any, engine: Any, history: int, num_rows: int = 1, *, hits
     if not model.share_embeddings_and_output_weights:
         weights -= model.embedding.word_embeddings.weight.nbytes
     if not hits_all:
-        stacked = sum(weight.nbytes for weight in _stacked(model))
-        weights -= round(stacked * (1 - _share_of_experts(model)) ** num_rows)
+        weights -= experts_bytes(model) - experts_bytes(model, num_rows)
     context = engine.context
     state = context.shape.state_layout(context.cache_config).slot_bytes
     return int(weights + num_rows * (2 * state + context.shape.block_bytes(1) * history))
+
+
+def experts_bytes(model: Any, num_tokens: int | None = None) -> int:
+    """Return the bytes of the experts that this many tokens use on average; None: of all experts."""
+    stacked = sum(weight.nbytes for weight in _stacked(model))
+    left_out = 0.0 if num_tokens is None else (1 - _share_of_experts(model)) ** num_tokens
+    return round(stacked * (1 - left_out))
 
 
 def prompt_flops(model: Any, num_tokens: int) -> float:

@@ -1,10 +1,10 @@
-"""Read the shape, the fingerprint and the step-time estimator of a model from its parts on all ranks."""
+"""Read the shape and the fingerprint of a model from its parts on all ranks."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
-from math import prod
+from itertools import chain
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -12,18 +12,17 @@ from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from megatron.core.transformer.identity_op import IdentityOp
 from torch import Tensor, nn
 
-from ..config import CacheConfig
 from ..kernels.attention.kv_values import UNSCALED
 from ..ranks.group import OneRank, Ranks, on_all_ranks
 from ..recurrences.interface import Recurrence
 from ..recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
-from ..speculation.step_time import CPU, GPU, StepReads, StepTime
 from .expert_layer import waits_for_experts
 from .linear import QuantizableLinear
-from .model_ranks import num_expert_ranks
+from .mtp_head import MTPHead
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
-from .stacked_experts import EXPERT_WEIGHTS, StackedExperts
+from .stacked_experts import StackedExperts
+from .step_reads import weights_of_token
 
 _PACKAGE = __name__.partition(".")[0]
 _NO_FACTS = ("training", "max_sequence_length", "first_expert", "_copy", "exchange")
@@ -54,10 +53,11 @@ class _Part:
     fingerprint: str
 
 
-def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
+def model_shape_of(model: Any, ranks: Ranks | None = None, head: MTPHead | None = None) -> HybridModelShape:
     """Read the shape of a MambaModel that was built from a `with_mamba_cache` spec; all its ranks must call this.
 
     Args:
+        head: Multi-token prediction head that drafts for the model; its keys and values are in the model's KV blocks.
         ranks: Ranks that hold the model; None if this rank holds all of it.
 
     Raises:
@@ -65,13 +65,14 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
             has KV heads that cannot be divided between the ranks, or has different mixers on tensor-parallel ranks.
     """
     ranks = ranks or OneRank()
-    parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model)))
+    parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model, head)))
     num_tensor_ranks = ranks.num_ranks // ranks.num_stages
     stages = parts[::num_tensor_ranks]
     check_layer_pattern("".join(symbol for part in stages for symbol in part.layer_types))
     recurrences = _agreed_recurrences(parts, num_tensor_ranks)
     config, layer_types = model.config, parts[ranks.index].layer_types
-    kv_scales = tuple(module.kv_scales for module in model.modules() if isinstance(module, CachingSelfAttention))
+    modules = chain(model.modules(), () if head is None else head.modules())
+    kv_scales = tuple(module.kv_scales for module in modules if isinstance(module, CachingSelfAttention))
     mine = parts[ranks.index].recurrences
     return HybridModelShape(
         layer_types=layer_types,
@@ -90,10 +91,12 @@ def model_shape_of(model: Any, ranks: Ranks | None = None) -> HybridModelShape:
         waits_for_experts=parts[ranks.index].waits_for_experts,
         kv_scales=kv_scales if any(scales != UNSCALED for scales in kv_scales) else (),
         has_quantized_weights=any(part.has_quantized_weights for part in parts),
+        head_types=() if head is None else tuple(head.pattern),
+        hidden_size=0 if head is None else config.hidden_size,
     )
 
 
-def _part_of(model: Any) -> _Part:
+def _part_of(model: Any, head: MTPHead | None) -> _Part:
     layer_types = tuple(model.decoder.layer_type_list)
     for symbol, layer in zip(layer_types, model.decoder.layers, strict=True):
         if isinstance(layer, IdentityOp):
@@ -115,8 +118,8 @@ def _part_of(model: Any) -> _Part:
         weights_of_token(model),
         recurrences,
         waits_for_experts(model),
-        _has_quantized_weights(model),
-        _fingerprint(model),
+        _has_quantized_weights(model) or (head is not None and _has_quantized_weights(head)),
+        _fingerprint(model) if head is None else f"{_fingerprint(model)} {_fingerprint(head)}",
     )
 
 
@@ -125,84 +128,6 @@ def _has_quantized_weights(model: Any) -> bool:
         module.form is not None if isinstance(module, QuantizableLinear) else bool(module.forms)
         for module in model.modules()
         if isinstance(module, QuantizableLinear | StackedExperts)
-    )
-
-
-def weights_of_token(model: Any) -> int:
-    """Return the number of this rank's weights that one token uses, which excludes experts not chosen for the token."""
-    found = _weights_of(model)
-    return found.shared + (found.of_expert * model.config.moe_router_topk if found.of_expert else 0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Weights:
-    """Numbers and bytes of weights on this rank: those that every token uses, and those of one expert per layer."""
-
-    shared: int
-    of_expert: int
-    shared_bytes: int
-    expert_bytes: int
-
-
-def _weights_of(model: Any) -> _Weights:
-    """Count the matrices of this rank's layers: all weights of quantized ones, too, but only the bytes they take."""
-    shared = of_expert = shared_bytes = expert_bytes = 0
-    for module in model.decoder.modules():
-        if isinstance(module, StackedExperts):
-            of_expert += sum(prod(module.weight(name).shape[1:]) for name in EXPERT_WEIGHTS)
-            expert_bytes += sum(parameter.nbytes for parameter in module.parameters()) // module.num_experts
-            continue
-        matrices = [parameter for parameter in module.parameters(recurse=False) if parameter.dim() == 2]
-        shared_bytes += sum(matrix.nbytes for matrix in matrices)
-        if isinstance(module, QuantizableLinear) and module.form is not None:
-            shared += module.num_weights
-        else:
-            shared += sum(matrix.numel() for matrix in matrices)
-    return _Weights(shared, of_expert, shared_bytes, expert_bytes)
-
-
-def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepTime:
-    """Return an estimator of the model's step times, equal on all of the model's ranks, which must all call this."""
-    config = shape.with_forms(config)
-    device = GPU if next(model.parameters()).is_cuda else CPU
-    width = 1 + config.num_speculative_tokens if config.num_cuda_graphs else 0
-    return StepTime(_reads_of(model, shape, config, ranks), device, width)
-
-
-def _reads_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks: Ranks) -> StepReads:
-    num_tensor_ranks, settings = ranks.num_ranks // ranks.num_stages, model.config
-    stages = ranks.gather((_weights_of(model), "".join(shape.layer_types), _matrix_bytes(shape, config)))
-    stages = stages[::num_tensor_ranks]
-    layers, expert = (
-        sum(weights.shared for weights, _, _ in stages),
-        sum(weights.of_expert for weights, _, _ in stages),
-    )
-    pattern, state = "".join(symbols for _, symbols, _ in stages), sum(count for _, _, count in stages)
-    output = shape.vocab_size * settings.hidden_size // num_tensor_ranks
-    num_experts = settings.num_moe_experts if expert else 0
-    top_k = settings.moe_router_topk if expert else 0
-    kv_itemsize = shape.kv_dtype(config.kv_cache_dtype).itemsize
-    return StepReads(
-        num_layers=len(pattern),
-        weights=sum(weights.shared_bytes for weights, _, _ in stages) + output * shape.params_dtype.itemsize,
-        expert=sum(weights.expert_bytes for weights, _, _ in stages),
-        num_experts=num_experts // num_expert_ranks(),
-        chosen=top_k / num_experts if num_experts else 0.0,
-        num_expert_ranks=num_expert_ranks(),
-        state=state if config.replays else 2 * state,
-        draft=0 if config.replays else state,
-        cached_token=2 * pattern.count(Symbols.ATTENTION) * shape.num_kv_heads * shape.kv_channels * kv_itemsize,
-        macs=layers + output + expert * top_k,
-    )
-
-
-def _matrix_bytes(shape: HybridModelShape, config: CacheConfig) -> int:
-    """Return the size of the matrices in one state, in bytes, over all recurrent layers on this rank."""
-    return sum(
-        group.num_layers_of(tensor) * prod(tensor.shape) * tensor.dtype.itemsize
-        for group in shape.state_groups(config)
-        for tensor in group.tensors
-        if tensor.is_matrix
     )
 
 

@@ -106,19 +106,34 @@ class MTPHead(MegatronModule):
             hidden_states: [tokens, hidden] of the token before each token.
             rotary: Megatron's rotary angles; None for no position embeddings.
         """
-        joined = torch.cat((self.embedding_norm(embeddings), self.hidden_norm(hidden_states)), dim=-1)
         with self._marking_prompts(step.first_prompt):
-            hidden, _ = self.joining(joined.unsqueeze(1))
             context = _HeadContext(step, self.pattern, self._kv_scales)
-            output: Tensor = self.decoder(hidden, attention_mask=None, inference_context=context, rotary_pos_emb=rotary)
+            output: Tensor = self.decoder(
+                self._joined(embeddings, hidden_states),
+                attention_mask=None,
+                inference_context=context,
+                rotary_pos_emb=rotary,
+            )
         return output.squeeze(1)
 
-    def new_kv_cache(self, num_blocks: int, block_size: int) -> Tensor:
-        """Return zeroed memory for `MTPStep.kv_cache`, in the dtype of the weights."""
-        layer = self._attention[0]
-        sizes = layer.num_query_groups_per_partition, layer.hidden_size_per_attention_head
-        shape = (2, len(self._attention), num_blocks, block_size, *sizes)
-        return torch.zeros(shape, dtype=self.config.params_dtype, device=self.hidden_norm.weight.device)
+    def write_entries(self, embeddings: Tensor, hidden_states: Tensor, step: MTPStep, rotary: Tensor | None) -> None:
+        """Write the keys and values of a step's entries; compute no more of the layers than these need.
+
+        Args:
+            embeddings, hidden_states, rotary: As in `forward`.
+        """
+        if self.pattern.rindex(Symbols.ATTENTION) > 0:
+            self(embeddings, hidden_states, step, rotary)
+            return
+        with self._marking_prompts(step.first_prompt):
+            hidden = self.decoder.layers[0].input_layernorm(self._joined(embeddings, hidden_states))
+            self._attention[0].write_entries(hidden, _HeadContext(step, self.pattern, self._kv_scales), rotary)
+
+    def _joined(self, embeddings: Tensor, hidden_states: Tensor) -> Tensor:
+        """Return the input of the layers, [tokens, 1, hidden]."""
+        joined = torch.cat((self.embedding_norm(embeddings), self.hidden_norm(hidden_states)), dim=-1)
+        hidden: Tensor = self.joining(joined.unsqueeze(1))[0]
+        return hidden
 
     @cached_property
     def _attention(self) -> tuple[CachingSelfAttention, ...]:

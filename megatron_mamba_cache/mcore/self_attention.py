@@ -104,6 +104,23 @@ class CachingSelfAttention(SelfAttention):
         self, hidden_states: Tensor, inference_context: Any, angles: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Run attention on views of the output of `linear_qkv`; return its result, and the gates or None."""
+        queries, gates = self._write_views(hidden_states, inference_context, angles)
+        layer = self.layer_number - self._get_pp_layer_offset_for_inference()
+        k_cache, v_cache, _ = inference_context.key_value_cache(layer)
+        return inference_context.attend(queries, k_cache, v_cache, inference_context.kv_scales(layer)), gates
+
+    def write_entries(self, hidden_states: Tensor, inference_context: Any, rotary_pos_emb: Any) -> None:
+        """Write the keys and values of a dynamic batch [tokens, 1, hidden] without attention.
+
+        The layer must have the norms and the kind of rotation that `_is_computed_by_head` accepts.
+        """
+        rotary = self._rotary_pair(rotary_pos_emb)
+        self._write_views(hidden_states, inference_context, None if rotary is None else rotary[0])
+
+    def _write_views(
+        self, hidden_states: Tensor, inference_context: Any, angles: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Write the keys and values in the output of `linear_qkv`; return the queries, and the gates or None."""
         mixed, _ = self.linear_qkv(hidden_states)
         dim, num_groups = self.hidden_size_per_attention_head, self.num_query_groups_per_partition
         queries = self.num_attention_heads_per_partition // num_groups
@@ -118,10 +135,10 @@ class CachingSelfAttention(SelfAttention):
         scales = inference_context.kv_scales(layer)
         changes = self._head_changes(batch.positions, None if angles is None else rotation_table(angles, query.dtype))
         if changes is None:
-            packed = append_kv(keys, values, *targets, query, scales)
+            packed: Any = append_kv(keys, values, *targets, query, scales)
         else:
             packed = write_attention_inputs(query, keys, values, *targets, changes, scales)
-        return inference_context.attend(packed, k_cache, v_cache, scales), gates[0] if gates else None
+        return packed, gates[0] if gates else None
 
     def _head_changes(self, positions: Tensor, table: Tensor | None) -> HeadChanges | None:
         """Return the norms and rotation to apply to queries and keys; None if there are neither."""

@@ -23,7 +23,10 @@ from .context import MambaCacheContext
 from .expert_layer import check_expert_layers, exchange_of
 from .linear import prompt_tokens_of
 from .local_spec import LocalHybridStack
+from .model_ends import logits_of
 from .model_reading import model_shape_of
+from .mtp_chain import MTPChain
+from .mtp_head import MTPHead
 
 
 class PipelineStage:
@@ -63,8 +66,11 @@ _LOG = logging.getLogger(__name__)
 class HybridInferenceWrapper(GPTInferenceWrapper):
     """Megatron's model wrapper with pipeline transfers outside the captured forward pass."""
 
-    def __init__(self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext) -> None:
+    def __init__(
+        self, model: Any, settings: InferenceWrapperConfig, context: MambaCacheContext, chain: MTPChain | None
+    ) -> None:
         super().__init__(model, settings, context)
+        self._chain = chain
         self.stage = PipelineStage(model, context)
         self._exchange = exchange_of(model)
         self._prompt_tokens = prompt_tokens_of(model)
@@ -95,7 +101,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return nullcontext(False) if self._exchange is None else self._exchange.resuming()
 
     def weight_addresses(self) -> WeightAddresses:
-        return WeightAddresses.of(self.model)
+        return WeightAddresses.of(self.model, None if self._chain is None else self._chain.head)
 
     def tables_read(self) -> AbstractContextManager[list[Tensor]]:
         return _rotary_tables_of(self.model)
@@ -108,6 +114,8 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         self.stage.prepare_input(inference_input["tokens"].shape[1])
         with nullcontext() if self._exchange is None else self._exchange.counted(), self._marking_prompts():
             output: Tensor = self._forward(inference_input)
+        if self._chain is not None:
+            self._chain.write_entries()
         return output
 
     def _marking_prompts(self) -> AbstractContextManager[None]:
@@ -122,21 +130,14 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         return {"tokens": token_ids, "position_ids": positions, "attention_mask": None}
 
 
-def logits_of(model: Any, hidden_states: Tensor) -> Tensor:
-    """Return the logits, [n, vocab], that the model's output layer computes from hidden states, [n, hidden]."""
-    weight = model.shared_embedding_or_output_weight() if model.share_embeddings_and_output_weights else None
-    logits, _ = model.output_layer(hidden_states.unsqueeze(1), weight=weight, runtime_gather_output=True)
-    found: Tensor = logits.squeeze(1)
-    return found
-
-
-def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
+def check_served(model: Any, ranks: Ranks, longest: int, head: MTPHead | None = None) -> HybridModelShape:
     """Check that a model can be served and return its shape; all its ranks must call this.
 
     An error is raised on all ranks, even if only one rank's part cannot be served.
 
     Args:
         longest: Maximum number of tokens per request.
+        head: As in `model_shape_of`.
 
     Raises:
         TypeError: If the model is not a MambaModel.
@@ -150,7 +151,7 @@ def check_served(model: Any, ranks: Ranks, longest: int) -> HybridModelShape:
             "set max_sequence_length (--max-model-len) to %d or less",
             *(longest, model.max_sequence_length, model.max_sequence_length),
         )
-    return model_shape_of(model, ranks)
+    return model_shape_of(model, ranks, head)
 
 
 def _check_part(model: Any, num_stages: int, longest: int) -> None:
@@ -177,8 +178,12 @@ def _check_part(model: Any, num_stages: int, longest: int) -> None:
     check_expert_layers(model)
 
 
-def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper:
-    """Put the model into eval mode and return Megatron's wrapper for it; also start recording Triton compilations."""
+def wrap_model(model: Any, context: MambaCacheContext, chain: MTPChain | None = None) -> HybridInferenceWrapper:
+    """Put the model into eval mode and return Megatron's wrapper for it; also start recording Triton compilations.
+
+    Args:
+        chain: The model's MTP head, with which the context was built; it uses the context from now on.
+    """
     WATCH.install()
     shape = context.shape
     settings = InferenceWrapperConfig(
@@ -187,8 +192,10 @@ def wrap_model(model: Any, context: MambaCacheContext) -> HybridInferenceWrapper
         inference_batch_times_seqlen_threshold=-1,
         padded_vocab_size=shape.vocab_size,
     )
-    wrapper = HybridInferenceWrapper(model, settings, context)
+    wrapper = HybridInferenceWrapper(model, settings, context, chain)
     wrapper.prep_model_for_inference()
+    if chain is not None:
+        chain.use(context)
     return wrapper
 
 

@@ -12,15 +12,24 @@ from .parameter_shapes import parameters_of
 from .rank_shard import RankShard, check_ranks
 
 
-def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype) -> HybridModelShape:
-    """Return the shape of this rank's shard; raise `ValueError` if the model cannot be split over the ranks."""
+def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype, head_pattern: str = "") -> HybridModelShape:
+    """Return the shape of this rank's shard; raise `ValueError` if the model cannot be split over the ranks.
+
+    Args:
+        head_pattern: As in `shard_shape`.
+    """
     check_ranks(architecture)
     part = RankShard.of_process(architecture)
-    return shard_shape(architecture, dtype, part.layers, parallel_state.get_tensor_model_parallel_world_size())
+    num_tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    return shard_shape(architecture, dtype, part.layers, num_tensor_ranks, head_pattern)
 
 
 def shard_shape(
-    architecture: HybridArchitecture, dtype: torch.dtype, layers: range | None = None, num_tensor_ranks: int = 1
+    architecture: HybridArchitecture,
+    dtype: torch.dtype,
+    layers: range | None = None,
+    num_tensor_ranks: int = 1,
+    head_pattern: str = "",
 ) -> HybridModelShape:
     """Return the shape of a shard; its fingerprint is empty, because a fingerprint needs a built model.
 
@@ -28,6 +37,7 @@ def shard_shape(
         dtype: Dtype of the weights.
         layers: Layers of the shard; None for all.
         num_tensor_ranks: Number of tensor-parallel ranks, which divide the heads and groups.
+        head_pattern: One symbol per layer of the multi-token prediction head on the shard; empty without one.
     """
     attention, recurrence = architecture.attention, _recurrence(architecture.recurrent, num_tensor_ranks)
     layer_types = tuple(architecture.pattern if layers is None else architecture.pattern[layers.start : layers.stop])
@@ -42,6 +52,8 @@ def shard_shape(
         params_dtype=dtype,
         fingerprint="",
         layer_weights=_layer_weights(architecture, num_tensor_ranks),
+        head_types=tuple(head_pattern),
+        hidden_size=architecture.hidden_size if head_pattern else 0,
     )
 
 

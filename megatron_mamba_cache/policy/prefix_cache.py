@@ -203,13 +203,21 @@ class PrefixCache:
         if not drafts and not request.reserved and boundary > request.computed + 1:  # true in most steps
             request.schedule(1)
             return
-        room = self._room_for_drafts(request, len(drafts)) if drafts else 0
+        room = self.room_for_drafts(request, len(drafts)) if drafts else 0
         if boundary <= request.computed + 1 + room and self._keeps_decode_states and self._publishes(request):
             self._reservations.reserve_in_decode(request, boundary)  # reserve before drafts take slots
         num_drafts = self.draft_states.widen(request.cursor, room)
         request.schedule(1 + num_drafts, tuple(drafts[:num_drafts]))
         if boundary > request.computed + request.scheduled:
             self._reservations.cancel(request)
+
+    def room_for_drafts(self, request: RunningRequest, num_drafts: int) -> int:
+        """Return how many drafts fit in the request's KV blocks; add one block if needed and available."""
+        room = len(request.block_ids) * self.block_size - request.computed - 1
+        if num_drafts > room and self.kv.num_available:
+            self.grow(request)
+            room += self.block_size
+        return min(num_drafts, room)
 
     def publish(self, request: RunningRequest, num_tokens: int) -> None:
         """Let other requests find the blocks and states that the step writes; call this before `advance`.
@@ -352,14 +360,6 @@ class PrefixCache:
             raise CacheIntegrityError(
                 "the memory that an admission plan needs is no longer free; plan again before admitting"
             )
-
-    def _room_for_drafts(self, request: RunningRequest, num_drafts: int) -> int:
-        """Return how many drafts fit in the request's KV blocks; add one block if needed and available."""
-        room = len(request.block_ids) * self.block_size - request.computed - 1
-        if num_drafts > room and self.kv.num_available:
-            self.grow(request)
-            room += self.block_size
-        return min(num_drafts, room)
 
     def _publish_blocks(self, request: RunningRequest, end: int) -> None:
         num_full = end // self.block_size

@@ -24,6 +24,7 @@ class StateTensor:
         per: "layer" if each layer has its own tensor; "slot" if all layers of the group share one.
         is_matrix: True if the tensor is [heads, rows, channels] and may be quantized, with a scale per channel. Other
             tensors are cached unchanged.
+        num_draft_inputs: Minimum number of further inputs of a window, those of drafts, for which a live slot has room.
     """
 
     name: str
@@ -32,17 +33,25 @@ class StateTensor:
     motion: Literal["whole", "window"] = "whole"
     per: Literal["layer", "slot"] = "layer"
     is_matrix: bool = False
+    num_draft_inputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class StateGroup:
-    """Layers with the same state tensors; `layers` are indices among the recurrent layers on this rank."""
+    """Layers with the same state tensors; `layers` are indices among the recurrent layers on this rank.
+
+    Args:
+        is_of_model: True if the tensors belong to the whole model instead of layers; then there are no layers.
+    """
 
     layers: tuple[int, ...]
     tensors: tuple[StateTensor, ...]
+    is_of_model: bool = False
 
     def num_layers_of(self, tensor: StateTensor) -> int:
-        """Return the number of copies of a tensor per slot: one for each layer, or one if layers share it."""
+        """Return the number of copies of a tensor per slot: one for each layer, or one if layers or all share it."""
+        if self.is_of_model:
+            return 1
         return len(self.layers) if tensor.per == "layer" else min(len(self.layers), 1)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .interface import StateGroup
+from .interface import StateGroup, StateTensor
 from .slab_shape import SlabShape, UnitBytes, aligned
 
 
@@ -61,7 +61,7 @@ class SlotLayout:
             tuple(
                 SlotPart(
                     group.num_layers_of(tensor),
-                    (tensor.shape[0] + num_drafts * (tensor.motion == "window"), *tensor.shape[1:]),
+                    (tensor.shape[0] + _num_draft_inputs(tensor, num_drafts), *tensor.shape[1:]),
                     tensor.dtype,
                 )
                 for group in groups
@@ -139,6 +139,10 @@ def bytes_of(*views: Tensor) -> Tensor:
     """Return the buffer that the views from `slab_tensors` share, as [bytes] uint8."""
     view = max(views, key=lambda tensor: tensor.untyped_storage().nbytes())
     return torch.empty(0, dtype=torch.uint8, device=view.device).set_(view.untyped_storage())
+
+
+def _num_draft_inputs(tensor: StateTensor, num_drafts: int) -> int:
+    return max(num_drafts, tensor.num_draft_inputs) if tensor.motion == "window" else 0
 
 
 def _view(

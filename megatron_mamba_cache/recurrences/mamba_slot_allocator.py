@@ -240,8 +240,9 @@ class StateSlotAllocator:
             self.slots.cancel(item.slot)
 
     @property
-    def _live_states(self) -> tuple[Tensor, Tensor]:
-        return self.context.mamba_conv_states, self.context.mamba_ssm_states
+    def _live_states(self) -> tuple[Tensor, ...]:
+        of_layers = self.context.mamba_conv_states, self.context.mamba_ssm_states
+        return *of_layers, *self.state_pool.tensors[len(of_layers) :]
 
     def _sent(self, src: Sequence[int], dst: Sequence[int]) -> Tensor:
         """Copy `src` and `dst` to the pool's device as one int32 tensor [2, n]."""

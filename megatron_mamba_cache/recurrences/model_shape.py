@@ -9,6 +9,7 @@ import torch
 from ..config import CacheConfig
 from ..kernels.attention.kv_values import FP8, UNSCALED, KVScales
 from .cached_form import CACHED_FORMS
+from .hidden_states import hidden_state_group
 from .interface import BufferLayout, Recurrence, ReplayedRecurrence, StateDtypes, StateGroup
 from .layout import SlotLayout
 from .slab_shape import SlabShape, UnitBytes
@@ -39,13 +40,17 @@ class HybridModelShape:
 
     Args:
         layer_types: One symbol per layer on this rank: M recurrent, * attention, - MLP, E mixture of experts.
+        head_types: One symbol per layer of the multi-token prediction head; empty without one. The keys and values of
+            its attention layers follow those of the model in each KV block.
+        hidden_size: Size of the hidden states that the head reads; 0 without a head.
         recurrent: The recurrences of the whole model, including those without a layer on this rank.
         num_heads, num_kv_heads: Number of query heads and of KV heads.
         softmax_scale: Factor for attention scores.
         fingerprint: Hash of the architecture; equal on all ranks.
         layer_weights: Average number of weights that a token uses per layer on this rank; 0: unknown.
         waits_for_experts: True if the host waits for the routing result within a step.
-        kv_scales: Scales of FP8 keys and values, one entry per attention layer on this rank; empty: all are 1.0.
+        kv_scales: Scales of FP8 keys and values, one entry per attention layer on this rank, those of the head last;
+            empty: all are 1.0.
         has_quantized_weights: True if some rank has weights that stay quantized.
     """
 
@@ -62,6 +67,8 @@ class HybridModelShape:
     waits_for_experts: bool = False
     kv_scales: tuple[KVScales, ...] = ()
     has_quantized_weights: bool = False
+    head_types: tuple[str, ...] = ()
+    hidden_size: int = 0
 
     @property
     def has_experts(self) -> bool:
@@ -80,8 +87,8 @@ class HybridModelShape:
 
     @property
     def num_attention_layers(self) -> int:
-        """Number of attention layers on this rank."""
-        return self.layer_types.count(ATTENTION)
+        """Number of attention layers on this rank, including those of the head."""
+        return self.layer_types.count(ATTENTION) + self.head_types.count(ATTENTION)
 
     def kv_dtype(self, kv_cache_dtype: str) -> torch.dtype:
         """Return the dtype of cached keys and values for a value of `CacheConfig.kv_cache_dtype`."""
@@ -111,9 +118,15 @@ class HybridModelShape:
         return num_chunks * max((recurrence.chunk_bytes(self.params_dtype) for recurrence in used), default=0)
 
     def state_groups(self, config: CacheConfig) -> tuple[StateGroup, ...]:
-        """Return the groups of recurrent layers and their state tensors in the configured dtypes."""
+        """Return the groups of recurrent layers and their state tensors in the configured dtypes.
+
+        With a head, a last group holds the hidden state of the last token.
+        """
         dtypes = self._dtypes(config)
-        return tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
+        groups = tuple(StateGroup(layers.layers, layers.recurrence.tensors(dtypes)) for layers in self.recurrent)
+        if not self.head_types:
+            return groups
+        return *groups, hidden_state_group(self.hidden_size, self.params_dtype, config.num_speculative_tokens)
 
     def state_layout(self, config: CacheConfig) -> SlotLayout:
         """Return the layout of a live slot; if draft states are in slots, conv windows have space for draft inputs."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .cached_form import StoredStates
+from .hidden_states import HIDDEN
 from .interface import DraftStorage, LayerStates, StateGroup
 from .layout import SlotLayout, state_tensors
 from .stochastic_rounding import rounding_seed
@@ -43,6 +44,13 @@ class StatePool:
         """Store draft states in `drafts` from now on."""
         self.drafts = drafts
         self._layers = self._views()
+
+    @property
+    def hidden_states(self) -> LayerStates:
+        """Hidden states of last tokens, under the name `HIDDEN`; only for models with a head."""
+        index = len(self.tensors) - 1
+        live = {HIDDEN: self.tensors[index][0]}
+        return LayerStates(live, live if self.cached.is_live else {HIDDEN: self.cached.layer(index, 0)})
 
     @property
     def device(self) -> torch.device:

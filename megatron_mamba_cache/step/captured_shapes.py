@@ -28,7 +28,7 @@ def draft_shapes(config: CacheConfig, limits: StepLimits, most_launched: int | N
     """
     max_requests, most_tokens = config.max_requests, config.most_graph_tokens
     most_tokens = min(most_tokens, most_launched or most_tokens)
-    numbers = _batch_sizes(config.num_cuda_graphs, max_requests)
+    numbers = batch_sizes(config.num_cuda_graphs, max_requests)
     shapes = {
         StepShape(0, 1, num_requests, num_requests * tokens_each)
         for num_requests in numbers
@@ -51,7 +51,7 @@ def decode_shapes(count: int, max_requests: int, max_drafts: int, max_tokens: in
     shapes = []
     for width in sorted({1, 1 + max_drafts}):
         most = max_tokens // width
-        numbers = _batch_sizes(count, min(max_requests, most))
+        numbers = batch_sizes(count, min(max_requests, most))
         adds_one = (num_requests < min(room, most) and _is_slow(num_requests * width) for num_requests in numbers)
         shapes += sorted(
             {StepShape(num_requests + adds, width) for num_requests, adds in zip(numbers, adds_one, strict=True)}
@@ -174,7 +174,7 @@ def _is_slow(num_tokens: int) -> bool:
     return 320 <= num_tokens <= 1056 and num_tokens % 32 == 0 and num_tokens % 128 != 0
 
 
-def _batch_sizes(count: int, max_requests: int) -> list[int]:
+def batch_sizes(count: int, max_requests: int) -> list[int]:
     """Return up to `count` batch sizes that grow by a constant factor and end with `max_requests`.
 
     Sizes above 8 are rounded up to multiples of 8, which does not make a step slower.

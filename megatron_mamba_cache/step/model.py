@@ -19,6 +19,11 @@ class _Address:
     dtype: torch.dtype
     device: torch.device
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> Self:
+        """Return the address and layout of a tensor."""
+        return cls(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
 
 @dataclass(frozen=True, slots=True)
 class WeightAddresses:
@@ -27,15 +32,14 @@ class WeightAddresses:
     addresses: dict[str, _Address]
 
     @classmethod
-    def of(cls, model: Any) -> Self:
-        """Return the model's current weight addresses, without waiting for the device."""
-        tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-        return cls(
-            {
-                name: _Address(tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-                for name, tensor in tensors
-            }
-        )
+    def of(cls, model: Any, head: Any = None) -> Self:
+        """Return the current weight addresses of a model and its head, without waiting for the device."""
+        found: dict[str, _Address] = {}
+        for prefix, module in (("", model), ("mtp.", head)):
+            if module is not None:
+                named = module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False)
+                found |= {f"{prefix}{name}": _Address.of(tensor) for name, tensor in chain(*named)}
+        return cls(found)
 
     def first_change(self, now: Self) -> str | None:
         """Return a message about the first weight whose address or layout differs in `now`; None if all are equal."""

@@ -111,7 +111,7 @@ def _scores(
     values = torch.empty(len(tokens), 1 + top_n, device=device)
     ranks_and_ids = torch.empty(len(tokens), 1 + top_n, dtype=torch.int64, device=device)
     if ranks.is_last_stage:
-        hidden = step.scored_hidden_states[torch.tensor(tokens, device=device)]
+        hidden = step.hidden_states[torch.tensor(tokens, device=device)]
         targets = torch.tensor(followers, device=device)[:, None]
         size = max(most_at_once, 1)
         for start in range(0, len(tokens), size):

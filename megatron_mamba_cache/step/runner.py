@@ -215,6 +215,7 @@ class StepRunner:
 
     def close(self) -> None:
         """Wait for an overlapped step and for copies, and drop all requests, before the memory is freed."""
+        self.planner.release_memory()
         self._step, self._at_work = None, []
         self.step_requests.drop_overlapped_step()
         self.memory.close(self.requests)

@@ -36,8 +36,8 @@ class Step:
             other drafts. The sequence may be empty if every entry would be None.
         wanted_outputs: [logits, hidden] last-layer outputs from which logits are computed, or the selected logits if
             the model computes logits for every token.
-        scored_hidden_states: [tokens, hidden] hidden states of all tokens if prompt log-probabilities are requested,
-            otherwise empty.
+        hidden_states: [tokens, hidden] last-layer outputs of all tokens; empty if a graph computes the step, or if the
+            model computes logits for every token.
     """
 
     batch: StepBatch
@@ -45,7 +45,7 @@ class Step:
     graph: CapturedStep | None = None
     draft_distributions: Sequence[Tensor | None] = ()
     wanted_outputs: Tensor = field(default_factory=lambda: torch.empty(0))
-    scored_hidden_states: Tensor = field(default_factory=lambda: torch.empty(0))
+    hidden_states: Tensor = field(default_factory=lambda: torch.empty(0))
 
     @staticmethod
     def of_graph(
@@ -107,14 +107,13 @@ class Step:
     def select_outputs(self, outputs: Tensor, *, are_hidden_states: bool = False) -> Tensor:
         """Store and return the rows of `outputs` for the tokens in `StepBatch.logits`, [logits, n].
 
-        These are each request's last token and the tokens before its drafts. If prompts are scored, also store the
-        hidden states of all tokens.
+        These are each request's last token and the tokens before its drafts. Also store hidden states of all tokens.
 
         Args:
             outputs: [1, tokens, n] hidden states or logits.
         """
-        if are_hidden_states and any(request.scores_prompt for request in self.requests):
-            self.scored_hidden_states = outputs.squeeze(0)
+        if are_hidden_states:
+            self.hidden_states = outputs.squeeze(0)
         tokens, found = self.batch.logits.tokens, outputs.squeeze(0)
         # A pure decode step needs the outputs of all tokens, in order, so no selection is necessary.
         are_all = self.batch.prefill is None and len(tokens) == len(found)

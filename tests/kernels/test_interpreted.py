@@ -20,6 +20,7 @@ GROUPS = [
     [
         "test_causal_conv.py",
         "test_conv_verify.py",
+        "test_hidden_states.py",
         "test_align_copy.py",
         "test_gated_norm.py",
         "test_norm_and_gate.py",
@@ -51,7 +52,13 @@ GROUPS = [
         "test_residual_norm.py",
         "test_token_draws.py",
     ],
-    ["test_greedy_draws.py", "test_verification.py", "test_delta_verify.py", "test_fp16_states.py"],
+    [
+        "test_greedy_draws.py",
+        "test_verification.py",
+        "test_draft_passes.py",
+        "test_delta_verify.py",
+        "test_fp16_states.py",
+    ],
     ["test_delta_scan.py"],
     ["test_delta_replay.py"],
     ["test_quantized_gemm.py", "test_quantized_experts.py", "test_quantized_pairs.py", "test_fp8_decode.py"],

@@ -42,6 +42,12 @@ from megatron_mamba_cache.recurrences.gated_delta.replay.outputs import delta_re
 from megatron_mamba_cache.recurrences.gated_delta.replay.reference import delta_replay_ref
 from megatron_mamba_cache.recurrences.gated_delta.scan import delta_scan
 from megatron_mamba_cache.recurrences.gated_delta.verify import delta_verify
+from megatron_mamba_cache.recurrences.hidden_states import (
+    previous_in_decode,
+    previous_in_decode_ref,
+    previous_in_prompts,
+    previous_in_prompts_ref,
+)
 from megatron_mamba_cache.recurrences.mamba2.reference import ssd_scan_ref, state_verify_ref
 from megatron_mamba_cache.recurrences.mamba2.replay.outputs import state_replay
 from megatron_mamba_cache.recurrences.mamba2.replay.reference import state_replay_ref
@@ -115,6 +121,17 @@ def conv_verify_call(op: Callable[..., Tensor] = conv_verify_ref) -> Callable[[]
     x, weight, bias, pool = randn(7, 20), randn(20, 4), randn(20), randn(6, 5, 20)
     rows, drafts = pack_verify(VERIFY_ROWS, "cuda"), DraftInputs(randn(5, 2, 20), int32(1, 0, 4, 0))
     return lambda: (op(x, weight, bias, pool, rows), op(x, weight, bias, pool, rows, drafts=drafts))
+
+
+def prompt_states_call(op: Callable[..., Tensor]) -> Callable[[], object]:
+    rows = pack_rows([RowSpec(11, final=0, boundaries={8: 1}), RowSpec(0), RowSpec(3, initial=2)], 8, "cuda", 1)
+    x, pool = randn(16, 20), randn(4, 3, 20)
+    return lambda: op(x, pool, rows, pool)
+
+
+def decode_states_call(op: Callable[..., Tensor]) -> Callable[[], object]:
+    x, pool, rows = randn(7, 20), randn(6, 5, 20), pack_verify(VERIFY_ROWS, "cuda")
+    return lambda: op(x, pool, rows)
 
 
 def state_verify_call(op: Callable[..., Tensor] = state_verify_ref) -> Callable[[], object]:
@@ -247,6 +264,10 @@ CALLS = [
     partial(delta_verify_call, delta_verify),
     conv_verify_call,
     partial(conv_verify_call, conv_verify),
+    partial(prompt_states_call, previous_in_prompts),
+    partial(prompt_states_call, previous_in_prompts_ref),
+    partial(decode_states_call, previous_in_decode),
+    partial(decode_states_call, previous_in_decode_ref),
     state_verify_call,
     partial(state_verify_call, state_verify),
     state_replay_call,

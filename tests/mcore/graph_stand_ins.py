@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_mamba_cache import CacheConfig
+from megatron_mamba_cache.models.drafting import mtp_drafter
 from megatron_mamba_cache.step import graphs as cuda_graphs
 from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
 
@@ -76,8 +77,9 @@ def capture_without_cuda(
     if torch.cuda.is_available():
         return
     recorder = recorder if model is None else lambda: ReadsWeightsWhereTheyLay(model)
-    patch.setattr(cuda_graphs, "CudaRecorder", recorder)
-    patch.setattr(cuda_graphs, "device_reason", lambda memory: None)
+    for module in (cuda_graphs, mtp_drafter):
+        patch.setattr(module, "CudaRecorder", recorder)
+        patch.setattr(module, "device_reason", lambda memory: None)
 
 
 def with_graphs(config: CacheConfig, count: int = 3, prefill_tokens: int | None = 40) -> CacheConfig:

@@ -37,6 +37,7 @@ from tests.mcore.engine_runs import (
     with_one_budget,
 )
 from tests.mcore.injected_errors import ERROR_POINTS, REPORT_ERROR_POINTS, ErrorPoints, InjectedError, raise_once
+from tests.mcore.mtp_drafters import with_head
 from tests.mcore.reply_oracle import Asked, check_log_probs, check_reply
 from tests.tiers.unreliable_copies import unreliable_copies
 
@@ -413,6 +414,7 @@ def make_workload(
     replays: bool = False,
     cached_form: str = "live",
     kv_cache_dtype: str = "auto",
+    has_head: bool = False,
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
@@ -425,10 +427,13 @@ def make_workload(
         replays: True if states are replayed, from rings of some length; else what the device's default is.
         cached_form: How cached states are stored.
         kv_cache_dtype: How keys and values are stored.
+        has_head: True if a multi-token prediction head drafts.
     """
     rng = random.Random(f"{flavour.name} {seed}")
     sizes = rng.choice(MODELS if models is None else models)
     subject = tiny_hybrid(**sizes | ({"vocab_size": PieceTokenizer().vocab_size} if has_grammars else {}))
+    if has_head:
+        subject = with_head(subject)
     block = subject.sizes.ssm_chunk_size * rng.choice([1, 2, 4])
     max_prompt = rng.choice([3, 4, 6]) * block if block <= 32 else 3 * block
     max_tokens = rng.randrange(8, 30)

@@ -2,12 +2,14 @@
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.graph_stand_ins import capture_without_cuda
+from tests.mcore.mtp_drafters import CheckedMTPDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
     MODEL_FORMS,
@@ -15,15 +17,26 @@ from tests.mcore.random_workloads import (
     make_workload,
     run_workload,
 )
-from tests.mcore.workload_drafters import make_drafter
+from tests.mcore.workload_drafters import make_drafter, make_mtp_drafter
 from tests.mcore.workload_totals import WorkloadTotals
 from tests.recurrences.toy import on_cpu
 
 # Two to ten seeds of each flavour by default; a GPU takes many times as long for models this small.
 SHORT, LONG = range(10), range(2, 19 if torch.cuda.is_available() else 38)
 ENOUGH = 2
+MTP, MTP_REPLAYED, MTP_LONG = range(80, 82), range(82, 83), range(83, 91)
+"""Seeds with which a multi-token prediction head drafts."""
 SEEDS = [
     pytest.param("dense", False, SHORT, id="short"),
+    pytest.param("dense", False, MTP, id="mtp"),
+    pytest.param("dense", True, MTP_REPLAYED, id="mtp-replayed"),
+    pytest.param("gated delta", True, MTP_REPLAYED, id="mtp-gated-delta"),
+    pytest.param("experts", False, MTP, id="mtp-experts", marks=pytest.mark.long),
+    pytest.param("dense", False, MTP_LONG, id="mtp-long", marks=pytest.mark.slow),
+    pytest.param("dense", True, MTP_LONG, id="mtp-replayed-long", marks=pytest.mark.slow),
+    pytest.param("experts", True, MTP_LONG, id="mtp-experts-long", marks=pytest.mark.slow),
+    pytest.param("gated delta", False, MTP_LONG, id="mtp-gated-delta-long", marks=pytest.mark.slow),
+    pytest.param("gated delta", True, MTP_LONG, id="mtp-replayed-gated-delta-long", marks=pytest.mark.slow),
     pytest.param("dense", False, LONG, id="long", marks=pytest.mark.slow),
     pytest.param("dense", True, range(2), id="replayed"),
     pytest.param("dense", True, range(2, 38), id="replayed-long", marks=pytest.mark.slow),
@@ -71,13 +84,20 @@ def test_random_workloads_with_drafts_match_the_oracle(
 
     def run(seed: int) -> WorkloadOutcome:
         rng = random.Random(f"drafts {name} {seed}")
-        work = make_workload(flavour, 1000 + seed, num_drafts=rng.randrange(1, 9), models=models, replays=replays)
-        drafter = make_drafter(rng, work)
+        has_head = seed >= MTP.start
+        work = make_workload(
+            flavour, 1000 + seed, rng.randrange(1, 9), models=models, replays=replays, has_head=has_head
+        )
+        drafter = make_mtp_drafter(rng, work) if has_head else make_drafter(rng, work)
+        if has_head and seed % 2 == 0:
+            work = replace(work, config=replace(work.config, num_cuda_graphs=3))
         outcome = run_workload(work, drafter)
+        if isinstance(drafter, CheckedMTPDrafter):
+            drafter.assert_entries_are_right()
         if isinstance(drafter, CheckedDraftModel):
             drafter.assert_nothing_held()
         return outcome
 
-    has_few = (replays or form != "dense") and len(seeds) < len(SHORT)
+    has_few = (replays or form != "dense" or seeds.start >= MTP.start) and len(seeds) < len(SHORT)
     exercises = ("draft_tokens",) if has_few else EXERCISES[name]
     totals.run_batch(name, seeds, run, exercises, enough=ENOUGH if seeds is SHORT else None)

@@ -5,12 +5,16 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache import CacheConfig, build_engine
-from megatron_mamba_cache.mcore.model_reading import model_shape_of, step_time_of
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.mcore.step_reads import head_time_of, step_time_of
+from megatron_mamba_cache.models.drafting.mtp_drafter import MTPDrafter
 from megatron_mamba_cache.ranks.group import OneRank
-from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
+from megatron_mamba_cache.speculation.all_drafts import AllDrafts
+from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
 from megatron_mamba_cache.speculation.step_time import CPU, StepReads
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import Hybrid, cache_config, tiny_hybrid
+from tests.mcore.mtp_drafters import random_head
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import MODEL_FORMS
 
@@ -46,6 +50,19 @@ def test_estimated_reads_of_an_moe_model_include_only_chosen_experts() -> None:
     output = subject.model.vocab_size * config.hidden_size
     dense = matrices_of(subject.model) + output
     assert reads.weights == 4 * dense and reads.macs == dense + config.moe_router_topk * reads.expert // 4
+
+
+@pytest.mark.parametrize("form", ["dense", "experts"])
+def test_estimated_reads_of_a_draft_are_those_of_the_head_and_the_output_layer(form: str) -> None:
+    subject = tiny_hybrid(**next(iter(MODEL_FORMS[form])))
+    head, config = random_head(subject.sizes), subject.model.config
+    reads = head_time_of(subject.model, head, subject.model.vocab_size).reads
+    dense = [weight for name, weight in head.named_parameters() if weight.dim() == 2 and ".experts." not in name]
+    output = subject.model.vocab_size * config.hidden_size
+    assert reads.weights == 4 * (sum(weight.numel() for weight in dense) + output)
+    assert reads.experts_hit(1) == pytest.approx(config.moe_router_topk if form == "experts" else 0)
+    seconds = MTPDrafter(subject.model, head).draft_seconds
+    assert 0 < 3 * seconds(1, 1) == pytest.approx(seconds(1, 3))
 
 
 def test_draft_verification_writes_one_state_per_draft_token() -> None:

@@ -7,6 +7,7 @@ from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import Hybrid, tiny_hybrid
+from tests.mcore.mtp_drafters import CheckedMTPDrafter
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     Workload,
@@ -28,6 +29,16 @@ def make_drafter(rng: random.Random, work: Workload) -> Drafter:
     return NoisyDrafter(
         texts, accuracy=rng.choice(ACCURACIES), vocab_size=vocab, seed=rng.randrange(1000), varies=rng.random() < 0.5
     )
+
+
+def make_mtp_drafter(rng: random.Random, work: Workload) -> CheckedMTPDrafter:
+    """Return a random head, whose drafts are mostly wrong, or one whose drafts are replaced by mostly right ones."""
+    if rng.random() < 0.3:
+        return CheckedMTPDrafter(work.subject, seed=rng.randrange(1000))
+    texts = run_workload(undisturbed(work)).texts
+    vocab, accuracy = work.subject.sizes.vocab_size, rng.choice(ACCURACIES[1:])
+    known = NoisyDrafter(texts, accuracy=accuracy, vocab_size=vocab, seed=rng.randrange(1000))
+    return CheckedMTPDrafter(work.subject, known=known, seed=rng.randrange(1000))
 
 
 def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:

@@ -13,8 +13,8 @@ from ...kernels.sampling.greedy_draws import greedy_tokens
 from ...kernels.sampling.sampling import sample_weighted, token_probabilities
 from ...mcore.context import MambaCacheContext
 from ...mcore.model_ranks import num_expert_ranks, ranks_of_process
-from ...mcore.model_reading import step_time_of
 from ...mcore.served_model import check_served, wrap_model
+from ...mcore.step_reads import step_time_of
 from ...metrics import CacheSnapshot
 from ...policy.random_counter import DrawPurpose
 from ...policy.requests import RunningRequest

@@ -1,0 +1,174 @@
+"""Passes of an MTP head that draft tokens one after another, as CUDA graphs where they are captured.
+
+The host sends the position of each request in one copy. A pass then computes one token of each request and
+leaves the inputs of the next pass on the device, so the host reads nothing before the last pass. One graph per batch
+size holds a pass, and is replayed once for each draft.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.interface import AttentionRows, CapturedAttention, PlannedAttention
+from ...kernels.sampling.draft_passes import DraftRows, advance_drafts
+from ...mcore.mtp_chain import MTPBatch, MTPChain
+from ...mcore.mtp_head import MTPStep
+from ...policy.requests import RunningRequest
+from ...recurrences.batches import PAD_SLOT
+from ...recurrences.hidden_states import HIDDEN, last_hidden_states
+from ...step.buffers import HostCopy, StepBuffers, StepLimits
+from ...step.memory import CacheMemory
+from ...step.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class _CapturedPasses:
+    """Recorded passes of one batch size: `begin` reads the hidden states, `repeat` computes one draft per request."""
+
+    attention: CapturedAttention
+    begin: Callable[[], None]
+    repeat: Callable[[], None]
+
+
+class MTPPasses:
+    """Passes over the memory of one engine.
+
+    Args:
+        chain: The head, whose context has this memory.
+        memory: Memory with the KV blocks and state slots.
+        max_drafts: Maximum number of drafts of a request.
+    """
+
+    def __init__(self, chain: MTPChain, memory: CacheMemory, max_drafts: int) -> None:
+        limits, device = memory.step_buffers.limits, memory.state_pool.device
+        rows = limits.max_requests
+        self.memory = memory
+        self._chain = chain
+        self._longest = chain.context.max_sequence_length
+        self._buffers = StepBuffers(
+            StepLimits(rows, rows, max_chunks=0, max_blocks=limits.max_blocks, block_size=limits.block_size), device
+        )
+        self._drafts = torch.zeros(rows, max_drafts, dtype=torch.int64, device=device)
+        self._hidden = torch.zeros_like(memory.state_pool.hidden_states.live[HIDDEN][:1, 0]).repeat(rows, 1)
+        self._captured: dict[int, _CapturedPasses] = {}
+
+    def capture(self, recorder: Recorder, sizes: Iterable[int]) -> None:
+        """Record passes for these batch sizes."""
+        for size in sorted(sizes, reverse=True):  # largest first, so that smaller graphs reuse its memory
+            self._send((), (), size)
+            longest = self._attention_rows(size, [self._longest] * size)
+            attention = self.memory.attention.capture(longest)
+
+            def begin(size: int = size) -> tuple[Tensor, ...]:
+                self._read_hidden_states(size)
+                return ()
+
+            def repeat(size: int = size, attention: CapturedAttention = attention) -> tuple[Tensor, ...]:
+                self._compute(size, attention.begin())
+                return ()
+
+            self._captured[size] = _CapturedPasses(attention, recorder.record(begin)[1], recorder.record(repeat)[1])
+
+    def draft(self, requests: Sequence[RunningRequest], lengths: Sequence[int]) -> list[list[int]]:
+        """Return the most likely next tokens of requests, at least as many of each as `lengths` says.
+
+        The newest token of each request is at position `computed`. Entries are written from there on.
+        """
+        number = len(requests)
+        size = min((size for size in self._captured if size >= number), default=number)
+        captured = self._captured.get(size)
+        self._send(requests, lengths, size)
+        if captured is None:
+            self._read_hidden_states(size)
+        else:
+            captured.begin()
+        longest = [(request.computed, length) for request, length in zip(requests, lengths, strict=True)]
+        longest += [(0, 1)] * (size - number)
+        for index in range(max(lengths)):
+            rows = self._attention_rows(size, [newest + min(index + 1, length) for newest, length in longest])
+            if captured is None:
+                self._compute(size, self.memory.attention.plan(rows))
+            else:
+                captured.attention.plan_again(rows)
+                captured.repeat()
+        return HostCopy(self._drafts[:number, : max(lengths)]).wait()
+
+    def _send(self, requests: Sequence[RunningRequest], lengths: Sequence[int], size: int) -> None:
+        """Write the inputs of the first pass, with padding up to `size` requests, and copy them to the device."""
+        buffers, geometry, number = self._buffers, self.memory.geometry, len(requests)
+        buffers.begin()
+        for name, values in (
+            ("live_slots", [request.cursor.live_slot for request in requests]),
+            ("accepted", [request.cursor.accepted for request in requests]),
+            ("computed", [request.computed for request in requests]),
+            ("num_drafts", lengths),
+        ):
+            buffers.host(name)[:number] = values
+            buffers.host(name)[number:size] = {"live_slots": PAD_SLOT, "accepted": 1}.get(name, 0)
+        buffers.host("scheduled")[:size] = 0
+        newest = buffers.host("computed")[:size]
+        table = buffers.host_block_table()
+        table[number:size, 0] = geometry.dummy_block
+        for row, request in enumerate(requests):
+            table[row, : len(request.block_ids)] = request.block_ids
+            buffers.host_int64("token_ids")[row] = request.tokens(request.computed, request.computed + 1)[0]
+        buffers.host_int64("token_positions")[:size] = newest
+        rows, offsets = range(size), newest % geometry.block_size
+        buffers.host("token_blocks")[:size] = table[rows, newest // geometry.block_size]
+        buffers.host("token_offsets")[:size] = offsets
+        buffers.host("kv_lengths")[:size] = newest + 1
+        buffers.host("last_block_lens")[:size] = offsets + 1
+        buffers.host("cu_query")[: size + 1] = range(size + 1)
+        buffers.send(size)
+
+    def _read_hidden_states(self, size: int) -> None:
+        live, device = self.memory.state_pool.hidden_states.live[HIDDEN], self._buffers.device
+        self._hidden[:size] = last_hidden_states(live, device("live_slots")[:size], device("accepted")[:size])
+
+    def _compute(self, size: int, attend: PlannedAttention) -> None:
+        """Compute one pass: a draft of each request, from its last token and the hidden state before it."""
+        rows = self._rows(size)
+        batch = MTPBatch(
+            size,
+            rows.positions,
+            rows.token_blocks,
+            rows.token_offsets,
+            self._attention_rows(size, [self._longest] * size),
+        )
+        step = MTPStep(batch, self._chain.kv_cache, attend, self._longest)
+        hidden = self._chain.outputs(rows.token_ids, self._hidden[:size], step)
+        self._hidden[:size] = hidden
+        advance_drafts(self._chain.most_likely(hidden), self._drafts[:size], rows)
+
+    def _rows(self, size: int) -> DraftRows:
+        buffers, geometry = self._buffers, self.memory.geometry
+        device = buffers.device
+        return DraftRows(
+            token_ids=buffers.device_int64("token_ids")[:size],
+            positions=buffers.device_int64("token_positions")[:size],
+            token_blocks=device("token_blocks")[:size],
+            token_offsets=device("token_offsets")[:size],
+            kv_lengths=device("kv_lengths")[:size],
+            last_block_lens=device("last_block_lens")[:size],
+            num_found=device("scheduled")[:size],
+            newest=device("computed")[:size],
+            num_drafts=device("num_drafts")[:size],
+            block_table=buffers.device_block_table()[:size],
+            dummy_block=geometry.dummy_block,
+            block_size=geometry.block_size,
+        )
+
+    def _attention_rows(self, size: int, kv_lens: Sequence[int]) -> AttentionRows:
+        buffers = self._buffers
+        return AttentionRows(
+            cu_query=buffers.device("cu_query")[: size + 1],
+            kv_lengths=buffers.device("kv_lengths")[:size],
+            block_table=buffers.device_block_table()[:size],
+            query_lens=(1,) * size,
+            kv_lens=tuple(kv_lens),
+            host_block_table=buffers.host_block_table()[:size],
+            num_decode_requests=size,
+            last_block_lens=buffers.device("last_block_lens")[:size],
+        )

@@ -1,0 +1,176 @@
+"""Random multi-token prediction (MTP) heads of tiny models, and a drafter that checks what steps store for them."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from megatron_mamba_cache.kernels.attention.interface import AttentionRows
+from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention
+from megatron_mamba_cache.mcore.model_ends import embeddings_of, rotary_of
+from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.mcore.mtp_chain import MTPBatch, MTPChain
+from megatron_mamba_cache.mcore.mtp_head import MTPHead, MTPStep
+from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
+from megatron_mamba_cache.models.drafting.mtp_drafter import MTPDrafter
+from megatron_mamba_cache.models.mtp_head import build_mtp_head, head_architecture
+from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture
+from megatron_mamba_cache.policy.requests import RunningRequest
+from megatron_mamba_cache.recurrences.hidden_states import HIDDEN, last_hidden_states
+from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
+from tests.mcore.engine_runs import Hybrid, hybrid
+from tests.mcore.noisy_drafter import NoisyDrafter
+
+TOLERANCE = 2e-4
+
+
+@cache
+def random_head(sizes: RandomHybridConfig) -> MTPHead:
+    """Return a head of random weights for the model of these sizes, built once per session."""
+    hybrid(sizes)
+    pattern = "*E" if "E" in sizes.pattern else "*-"
+    head = build_mtp_head(head_architecture(random_architecture(sizes), pattern), sizes.dtype)
+    generator = torch.Generator().manual_seed(len(sizes.pattern))
+    with torch.no_grad():
+        for name, parameter in head.named_parameters():
+            values = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.2 * values if "norm" in name else 0.3 * values)
+    return head
+
+
+def with_head(subject: Hybrid) -> Hybrid:
+    """Return the model with the shape that it has with its random head."""
+    return replace(subject, shape=model_shape_of(subject.model, head=random_head(subject.sizes)))
+
+
+def packed_tokens(
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    block_table: npt.NDArray[np.int32],
+    block_size: int,
+    device: torch.device,
+) -> MTPBatch:
+    """Return a batch of consecutive tokens of each request.
+
+    Args:
+        starts, lengths: Position of each request's first token in the batch, and its number of tokens there.
+        block_table: [requests, blocks] KV block ids; each request's must cover its last token.
+    """
+    cu_query = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64))).astype(np.int32)
+    owners = np.repeat(np.arange(len(lengths)), lengths)
+    positions = np.arange(cu_query[-1]) + (np.asarray(starts) - cu_query[:-1])[owners]
+    kv_lens = tuple(start + length for start, length in zip(starts, lengths, strict=True))
+
+    def sent(values: npt.NDArray[Any], dtype: torch.dtype) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(values)).to(device, dtype)
+
+    return MTPBatch(
+        num_tokens=int(cu_query[-1]),
+        positions=sent(positions, torch.int64),
+        token_blocks=sent(block_table[owners, positions // block_size], torch.int32),
+        token_offsets=sent(positions % block_size, torch.int32),
+        attention=AttentionRows(
+            cu_query=sent(cu_query, torch.int32),
+            kv_lengths=sent(np.asarray(kv_lens), torch.int32),
+            block_table=sent(block_table, torch.int32),
+            query_lens=tuple(lengths),
+            kv_lens=kv_lens,
+            host_block_table=block_table,
+            num_decode_requests=len(lengths) if max(lengths) == 1 else 0,
+        ),
+    )
+
+
+def hidden_states_of(model: Any, tokens: Tensor) -> Tensor:
+    """Return the hidden states, [tokens, hidden], after the final norm, of a whole sequence without an engine."""
+    found: list[Tensor] = []
+    handle = model.decoder.register_forward_hook(lambda _module, _inputs, output: found.append(output))
+    length = len(tokens)
+    hidden_from = ~torch.ones(1, 1, length, length, dtype=torch.bool, device=tokens.device).tril()
+    try:
+        model(tokens[None], torch.arange(length, device=tokens.device)[None], hidden_from)
+    finally:
+        handle.remove()
+    return found[0].squeeze(1)
+
+
+def entries_of(chain: MTPChain, model: Any, tokens: Tensor, hidden: Tensor) -> Tensor:
+    """Return the head's keys and values of a whole sequence, [2, layers, tokens, kv heads, head dim]."""
+    length = len(tokens)
+    layers = [module for module in chain.head.modules() if isinstance(module, CachingSelfAttention)]
+    sizes = layers[0].num_query_groups_per_partition, layers[0].hidden_size_per_attention_head
+    kv_cache = hidden.new_zeros(2, len(layers), 1, length, *sizes)
+    table = torch.zeros(1, 1, dtype=torch.int32).numpy()
+    batch = packed_tokens([0], [length], table, length, tokens.device)
+    before = torch.cat((torch.zeros_like(hidden[:1]), hidden[:-1]))
+    step = MTPStep(batch, kv_cache, ReferenceAttention.plan, length)  # type: ignore[arg-type]  # not called
+    embeddings = embeddings_of(model, tokens, batch.positions)
+    chain.head.write_entries(embeddings, before, step, rotary_of(model, length))
+    return kv_cache[:, :, 0]
+
+
+class CheckedMTPDrafter(MTPDrafter):
+    """Drafts with a random head; some calls check the head's entries and hidden states against whole sequences.
+
+    Attributes:
+        num_checked: Number of tokens whose entries were checked.
+        failures: Errors of failed checks, which the engine treats as errors of the drafter.
+
+    Args:
+        known: Drafter whose tokens replace those of the head, which are computed nevertheless; None: none are replaced.
+        share: Share of the requests of a call that are checked.
+    """
+
+    def __init__(
+        self, subject: Hybrid, *, known: NoisyDrafter | None = None, share: float = 0.3, seed: int = 0
+    ) -> None:
+        super().__init__(subject.model, random_head(subject.sizes))
+        self.num_checked = 0
+        self.failures: list[AssertionError] = []
+        self._model = subject.model
+        self._known = known
+        self._share = share
+        self._random = random.Random(seed)
+
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
+        """Return almost no time: next to a tiny model, a head would not pay."""
+        return 1e-9
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request."""
+        for request in requests:
+            if self._random.random() < self._share:
+                try:
+                    self.check(request.running)
+                except AssertionError as error:
+                    self.failures.append(error)
+                    raise
+        drafts = super().propose(requests)
+        return drafts if self._known is None else self._known.propose(requests)
+
+    def assert_entries_are_right(self) -> None:
+        """Assert that entries were checked, and all were right."""
+        assert self.num_checked and not self.failures, self.failures[:1]
+
+    def check(self, request: RunningRequest) -> None:
+        """Assert that all computed tokens have the entries of an uncached run, and the last its hidden state."""
+        context = self.chain.context
+        device, length = context.memory.kv_buffer.device, request.computed
+        tokens = torch.tensor(list(map(int, request.tokens(0, length))), device=device)
+        hidden = hidden_states_of(self._model, tokens)
+        blocks = torch.tensor(request.block_ids, device=device)
+        found = self.chain.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :length]
+        expected = entries_of(self.chain, self._model, tokens, hidden)
+        torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        at = [[request.cursor.live_slot], [request.cursor.accepted]]
+        slots, accepted = torch.tensor(at, dtype=torch.int32, device=device)
+        last = last_hidden_states(context.memory.state_pool.hidden_states.live[HIDDEN], slots, accepted)
+        torch.testing.assert_close(last[0], hidden[-1], atol=TOLERANCE, rtol=TOLERANCE)
+        self.num_checked += length
