@@ -1,12 +1,17 @@
 """Measure the gain of drafts by their accuracy, with a fixed number of drafts and with adaptive drafting.
 
-    PYTHONPATH=. python3 benchmarks/draft_chances.py [--shape NAME] [--rows N ...] [--chances P ...] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/draft_chances.py [--shape NAME] [--rows N ...] [--chances P ...] [--drafts K]
+        [--mtp] [--json FILE]
 
 The drafter knows each reply. Each of its draft tokens is correct with a given probability, independently of the others,
 and drafting takes no time, as with prompt lookup. The model has random weights with which the next token is nearly
 certain (see `loads/sure_model.py`). The prompts differ by up to one KV block. The same prompts are served concurrently
-without drafts, with four drafts per request in every step, and with adaptive drafting. Decode steps are timed. `--shape
+without drafts, with K drafts per request in every step, and with adaptive drafting. Decode steps are timed. `--shape
 tiny` runs on a CPU.
+
+With `--mtp`, a random MTP head of the model's sizes drafts before each step, and its drafts are replaced by these. The
+last column is then the speedup in every step, divided by the one that follows from bytes alone: the expected number of
+tokens per step, times the bytes of a step without drafts, divided by those of a verify step and of the head's passes.
 """
 
 import argparse
@@ -17,18 +22,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from loads.known_head import KnownHeadDrafter, random_head
 from loads.recorded_drafts import ChanceDrafter
 from loads.serving_engine import MODES, ServedShape, add_shape_arguments, model_of, serving_engine, shape_of
 from loads.sure_model import make_sure
 from measuring.machine import describe_machine
+from measuring.model_floors import experts_bytes, step_bytes
 from step_cost import DraftSpeed, Recording, record_on
 from turn_latency import some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
+from megatron_mamba_cache.speculation.short_list import ShortList
 
 ROWS = (1, 8, 32)
-CHANCES = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)
-NUM_DRAFTS, NUM_GRAPHS = 4, 5
+CHANCES = (0.9, 0.7, 0.5, 0.3, 0.15, 0.0)
+NUM_GRAPHS = 5
 PROMPT, REPLY = 288, 160
 NUM_FIRST = 8
 """Tokens of the first replies of an engine, which are not timed."""
@@ -45,18 +53,45 @@ class ChanceSpeeds:
     without: DraftSpeed
     always: DraftSpeed
     adaptive: DraftSpeed
+    most: float | None = None  # speedup that follows from bytes alone
 
 
-def chance_speeds(
-    model: Any, shape: ServedShape, row_counts: Sequence[int], chances: Sequence[float]
-) -> Iterator[ChanceSpeeds]:
-    """Measure a model with `make_sure` weights for each number of requests, and yield the results so far."""
-    make_sure(model)
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A model with `make_sure` weights, the head that drafts, or None, and the number of drafts."""
+
+    model: Any
+    shape: ServedShape
+    head: Any
+    num_drafts: int
+
+    def drafter(self, known: ChanceDrafter) -> Any:
+        """Return the drafter of an engine."""
+        return known if self.head is None else KnownHeadDrafter(self.model, self.head, known)
+
+    def most(self, engine: Any, rows: int, chance: float) -> float | None:
+        """Return the speedup that follows from bytes alone; None without a head."""
+        if self.head is None:
+            return None
+        plain = step_bytes(self.model, engine, PROMPT + REPLY // 2, rows)
+        listed = len(ShortList.of(self.model) or range(self.model.vocab_size))
+        verify = plain + experts_bytes(self.model, rows * (1 + self.num_drafts)) - experts_bytes(self.model, rows)
+        of_head = sum(weight.nbytes for weight in self.head.parameters()) - experts_bytes(self.head)
+        chain = self.num_drafts * (
+            of_head + experts_bytes(self.head, rows) + listed * self.model.config.hidden_size * 2
+        )
+        return sum(chance**index for index in range(1 + self.num_drafts)) * plain / (verify + chain)
+
+
+def chance_speeds(drafted: Drafted, row_counts: Sequence[int], chances: Sequence[float]) -> Iterator[ChanceSpeeds]:
+    """Measure the model for each number of requests, and yield the results so far."""
+    make_sure(drafted.model)
     for rows in row_counts:
-        yield from _speeds(model, shape, rows, chances)
+        yield from _speeds(drafted, rows, chances)
 
 
-def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float]) -> list[ChanceSpeeds]:
+def _speeds(drafted: Drafted, rows: int, chances: Sequence[float]) -> list[ChanceSpeeds]:
+    model, shape = drafted.model, drafted.shape
     num_graphs = min(shape.num_graphs, NUM_GRAPHS)
     shape = replace(shape, max_requests=rows, num_graphs=num_graphs, prefill_graph_tokens=0)  # decode steps only
     rng = random.Random(rows)
@@ -66,8 +101,9 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
     found: dict[bool, list[DraftSpeed]] = {False: [], True: []}
     for adaptive, speeds in found.items():
         drafter, served = ChanceDrafter(shape.vocab_size, RUN_LENGTH), replace(shape, adaptive_drafts=adaptive)
-        drafter.replies = replies
-        with serving_engine(model, served, MODES["full"], NUM_DRAFTS, drafter) as engine:
+        drafter.replies, drafter.chance = replies, chances[0]
+        with serving_engine(model, served, MODES["full"], drafted.num_drafts, drafted.drafter(drafter)) as engine:
+            most = [drafted.most(engine, rows, chance) for chance in chances]
             record_on(engine, prompts, NUM_FIRST, RUN_LENGTH * len(chances))
             for number, drafter.chance in enumerate(chances):
                 run = record_on(engine, prompts, REPLY, RUN_LENGTH * number)
@@ -76,8 +112,8 @@ def _speeds(model: Any, shape: ServedShape, rows: int, chances: Sequence[float])
                 speeds.append(run.speed)
     without = _without_drafts(model, shape, prompts).speed
     return [
-        ChanceSpeeds(rows, chance, without, always, adaptive)
-        for chance, always, adaptive in zip(chances, found[False], found[True], strict=True)
+        ChanceSpeeds(rows, chance, without, always, adaptive, bound)
+        for chance, always, adaptive, bound in zip(chances, found[False], found[True], most, strict=True)
     ]
 
 
@@ -88,8 +124,8 @@ def _without_drafts(model: Any, shape: ServedShape, prompts: Sequence[Sequence[i
 
 
 HEAD = """\
-| requests | correct | no drafts, tokens/s | always, relative | tokens/step | adaptive, relative | tokens/step |
-|---:|---:|---:|---:|---:|---:|---:|"""
+| requests | correct | no drafts, tokens/s | always | tokens/step | adaptive | tokens/step | of bound |
+|---:|---:|---:|---:|---:|---:|---:|---:|"""
 
 
 def line_of(one: ChanceSpeeds) -> str:
@@ -98,7 +134,8 @@ def line_of(one: ChanceSpeeds) -> str:
     cells = [
         f"{speed.tokens_per_s / without:.3f} | {speed.tokens_per_step:.2f}" for speed in (one.always, one.adaptive)
     ]
-    return f"| {one.num_rows} | {one.chance:.0%} | {without:,.1f} | {' | '.join(cells)} |"
+    share = "" if one.most is None else f"{one.always.tokens_per_s / without / one.most:.2f}"
+    return f"| {one.num_rows} | {one.chance:.0%} | {without:,.1f} | {' | '.join(cells)} | {share} |"
 
 
 def main() -> None:
@@ -106,13 +143,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_shape_arguments(parser)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, metavar="N", help="default: %(default)s")
-    parser.add_argument("--chances", type=float, nargs="+", default=CHANCES, metavar="P", help="default: %(default)s")
+    parser.add_argument(
+        "--chances", type=float, nargs="+", default=CHANCES, metavar="P", help="highest first; default: %(default)s"
+    )
+    parser.add_argument("--drafts", type=int, default=4, metavar="K", help="default: %(default)s")
+    parser.add_argument("--mtp", action="store_true", help="let an MTP head draft, and replace its drafts")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
     shape = shape_of(parser, arguments, {})
     found = []
     with quiet_libraries(), own_warnings_hidden():
-        for one in chance_speeds(model_of(shape), shape, arguments.rows, arguments.chances):
+        model = model_of(shape)
+        head = random_head(shape.fields, model.config.params_dtype) if arguments.mtp else None
+        for one in chance_speeds(Drafted(model, shape, head, arguments.drafts), arguments.rows, arguments.chances):
             print(line_of(one) if found else f"{HEAD}\n{line_of(one)}", flush=True)
             found.append(one)
     if arguments.json:

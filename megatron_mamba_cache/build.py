@@ -13,14 +13,15 @@ from .mcore.context import MambaCacheContext
 from .mcore.controller import MambaCacheController
 from .mcore.engine import MambaCacheEngine
 from .mcore.model_ranks import expert_peers_of_process, ranks_of_process
-from .mcore.model_reading import step_time_of
 from .mcore.served_model import check_served, wrap_model
+from .mcore.step_reads import step_time_of
 from .ranks.group import Ranks, on_all_ranks
 from .replicas.engine import ReplicaEngine
+from .speculation.all_drafts import AllDrafts
 from .speculation.draft_planner import DraftPlanner, NoDrafts
-from .speculation.draft_policy import AllDrafts, DraftPolicy
-from .speculation.drafter import Drafter, ReadsHiddenStates, TakesTime
-from .speculation.prompt_lookup import PromptLookupDrafter
+from .speculation.draft_policy import DraftPolicy
+from .speculation.drafter import Drafter, ReadsHiddenStates, TakesTime, UsesModelMemory
+from .speculation.prompt_lookup import AutoDrafter, PromptLookupDrafter
 from .speculation.step_time import StepTime
 
 _WORD_BYTES = 8
@@ -112,7 +113,7 @@ def build_engine(
     model: Any,
     config: CacheConfig | None = None,
     *,
-    drafter: Drafter | None = None,
+    drafter: Drafter | AutoDrafter | None = None,
     tokenizer: Any = None,
     random_seed: int = 0,
     materialize_only_last_token_logits: bool = True,
@@ -142,8 +143,8 @@ def build_engine(
     """
     if not isinstance(config, CacheConfig | None):
         raise TypeError(f"config must be a CacheConfig or None, found {config!r:.200}")
-    config, ranks = config or CacheConfig(), ranks_of_process()
-    shape = check_served(model, ranks, config.max_sequence_length)
+    config, ranks, chain = config or CacheConfig(), ranks_of_process(), _chain_of(drafter)
+    shape = check_served(model, ranks, config.max_sequence_length, chain and chain.head)
     _check_hidden_states(drafter, model.config.hidden_size, materialize_only_last_token_logits, ranks.num_stages)
     step_time = step_time_of(model, shape, config, ranks)
     context = MambaCacheContext(
@@ -154,26 +155,36 @@ def build_engine(
         scores_prompts=scores_prompts,
         ranks=ranks,
         peers=expert_peers_of_process(),
-        weights=lambda: _digest_of(model),
+        weights=lambda: _digest_of(model, chain and chain.head),
     )
-    controller = MambaCacheController(wrap_model(model, context), tokenizer or TokenIdTokenizer(shape.vocab_size))
-    return ReplicaEngine(controller, context, random_seed)
+    tokenizer = tokenizer or TokenIdTokenizer(shape.vocab_size)
+    return ReplicaEngine(MambaCacheController(wrap_model(model, context, chain), tokenizer), context, random_seed)
 
 
-def _digest_of(model: Any) -> bytes:
-    return weights_digest((name, found) for name, found in model.state_dict().items() if isinstance(found, Tensor))
+def _chain_of(drafter: Drafter | AutoDrafter | None) -> Any:
+    main = _main_of(drafter)
+    return main.chain if isinstance(main, UsesModelMemory) else None
+
+
+def _digest_of(model: Any, head: Any) -> bytes:
+    named = [*model.state_dict().items(), *(() if head is None else head.state_dict(prefix="mtp.").items())]
+    return weights_digest((name, found) for name, found in named if isinstance(found, Tensor))
 
 
 def _planner(
-    config: CacheConfig, drafter: Drafter | None, vocab_size: int, time: StepTime, ranks: Ranks
+    config: CacheConfig, drafter: Drafter | AutoDrafter | None, vocab_size: int, time: StepTime, ranks: Ranks
 ) -> DraftPlanner | NoDrafts:
+    lookup = None
+    if isinstance(drafter, AutoDrafter):
+        drafter, lookup = drafter.drafter, PromptLookupDrafter() if config.adaptive_drafts else None
     if drafter is not None and (isinstance(drafter, type) or not isinstance(drafter, Drafter)):
         needed = "an object with propose() and forget(), such as PromptLookupDrafter()"
         raise TypeError(f"drafter is {drafter!r:.100}; it must be {needed}")
     max_drafts = config.num_speculative_tokens
     if max_drafts:
         drafter = drafter or PromptLookupDrafter()
-        return DraftPlanner(drafter, max_drafts, vocab_size, _policy(config, drafter, time, ranks))
+        policy = _policy(config, drafter, time, ranks, has_lookup=lookup is not None)
+        return DraftPlanner(drafter, max_drafts, vocab_size, policy, lookup)
     if drafter is not None:
         raise ValueError(
             "a drafter is given, but num_speculative_tokens is 0; set num_speculative_tokens to at least 1"
@@ -181,22 +192,31 @@ def _planner(
     return NoDrafts()
 
 
-def _policy(config: CacheConfig, drafter: Drafter, time: StepTime, ranks: Ranks) -> DraftPolicy | AllDrafts:
+def _policy(
+    config: CacheConfig, drafter: Drafter, time: StepTime, ranks: Ranks, *, has_lookup: bool
+) -> DraftPolicy | AllDrafts:
     if not config.adaptive_drafts:
         return AllDrafts()
     if not isinstance(drafter, TakesTime):
-        return DraftPolicy(time)
+        return DraftPolicy(time, has_lookup=has_lookup)
     is_free = drafter.draft_seconds(1, 1) == 0
     # No shadow drafts on several ranks: a drafter that fails on one rank would make the ranks' drafts differ.
     shadows = is_free and ranks.num_ranks == 1 and not isinstance(drafter, ReadsHiddenStates)
-    return DraftPolicy(time, drafter.draft_seconds, shadows=shadows, is_patient=not is_free)
+    return DraftPolicy(time, drafter.draft_seconds, shadows=shadows, is_patient=not is_free, has_lookup=has_lookup)
 
 
-def _check_hidden_states(drafter: Drafter | None, hidden_size: int, only_last: bool, num_stages: int) -> None:
-    if not isinstance(drafter, ReadsHiddenStates):
+def _main_of(drafter: Drafter | AutoDrafter | None) -> Drafter | None:
+    return drafter.drafter if isinstance(drafter, AutoDrafter) else drafter
+
+
+def _check_hidden_states(
+    drafter: Drafter | AutoDrafter | None, hidden_size: int, only_last: bool, num_stages: int
+) -> None:
+    drafter = _main_of(drafter)
+    if not isinstance(drafter, ReadsHiddenStates | UsesModelMemory):
         return
-    name, width = type(drafter).__name__, drafter.hidden_size
-    if width != hidden_size:
+    name = type(drafter).__name__
+    if isinstance(drafter, ReadsHiddenStates) and (width := drafter.hidden_size) != hidden_size:
         raise ValueError(f"{name} reads hidden states of size {width}, but the model's hidden size is {hidden_size}")
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")

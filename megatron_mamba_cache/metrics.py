@@ -19,6 +19,7 @@ class CacheCounters:
     decode_rows: int = 0  # number of decode requests, summed over steps
     draft_tokens: int = 0
     accepted_tokens: int = 0  # number of draft tokens that were accepted
+    unlisted_tokens: int = 0  # draft tokens rejected for a token that is not in the drafter's short list
     drafting_failures: int = 0  # number of steps without drafts because the drafter raised
     drafts_at: list[int] = field(default_factory=list)  # number of draft tokens at each position after the base token
     accepted_at: list[int] = field(default_factory=list)  # number of accepted draft tokens at each position

@@ -33,7 +33,7 @@ FACES = {
         "save_megatron_checkpoint",
     },
     "replicas": {"KeyedInferenceClient", "ReplicaEngine", "RoutingSettings"},
-    "speculation": {"Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"},
+    "speculation": {"AutoDrafter", "Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"},
 }
 """Names that the documentation imports from subpackages."""
 

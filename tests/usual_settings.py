@@ -10,11 +10,11 @@ def set_usual() -> None:
 
     Variables that set flags of the command are removed from the environment.
     """
-    from megatron_mamba_cache.mcore import model_reading  # takes seconds: not before it is needed
+    from megatron_mamba_cache.mcore import step_reads  # takes seconds: not before it is needed
 
     for name in [name for name in os.environ if name.startswith("MAMBA_CACHE_")]:
         del os.environ[name]
     torch.set_num_threads(1)  # the fastest for models this small
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    model_reading.GPU = model_reading.CPU
+    step_reads.GPU = step_reads.CPU

@@ -66,6 +66,8 @@ def _can_be_written(directory: Path) -> bool:
 
 
 _INT32_MAX = 2**31 - 1
+_AUTO_DRAFTS = 5
+"""Maximum number of drafts per request and step of `--drafter auto` with an MTP head, unless a flag sets it."""
 
 _CHECKED_LATER: Mapping[str, object] = {"max_requests": 1}
 """Placeholder values for settings that can be checked only when the model is known."""
@@ -132,6 +134,13 @@ def with_sampling(arguments: Namespace, default: Mapping[str, float]) -> Namespa
     return Namespace(**{**vars(arguments), **({**GREEDY, **given} if given else default)})
 
 
+def with_auto_drafts(arguments: Namespace, *, has_head: bool) -> Namespace:
+    """Return a copy of the arguments in which `--drafter auto` has a number of drafts: 0 without an MTP head."""
+    if arguments.drafter != "auto" or arguments.num_speculative_tokens is not None:
+        return arguments
+    return Namespace(**{**vars(arguments), "num_speculative_tokens": _AUTO_DRAFTS if has_head else 0})
+
+
 def check_generate_arguments(arguments: Namespace) -> None:
     """Raise `UsageError` if a flag of the generate command has an invalid value."""
     _check_range(arguments, "num_tokens_to_generate", 1, math.inf, "at least 1")
@@ -147,7 +156,7 @@ def check_engine_arguments(arguments: Namespace) -> None:
     cache_config(arguments, _CHECKED_LATER)
     if not arguments.num_speculative_tokens:
         for flag, value in (("--drafter", arguments.drafter), ("--draft-hf-model", arguments.draft_hf_model)):
-            if value is not None:
+            if value not in (None, "auto"):
                 raise UsageError(
                     f"{flag} {value} needs speculative decoding; set --num-speculative-tokens to 1 or more"
                 )

@@ -40,7 +40,7 @@ _REPLICAS_IN_WORDS = (
     "coordinator routes requests to the replicas. The first process serves HTTP. Memory flags apply to each process."
 )
 
-DRAFTERS = ("prompt-lookup", "draft-model", "mtp")
+DRAFTERS = ("prompt-lookup", "draft-model", "mtp", "auto")
 DEFAULT_GB = (10.0, 20.0, 40.0, 80.0)
 
 _SOURCES_IN_WORDS = (
@@ -96,7 +96,7 @@ def _add_serve_arguments(parser: ArgumentParser) -> None:
     _add_model_arguments(parser)
     add_server_arguments(parser)
     add_coordinator_arguments(parser)
-    _add_engine_arguments(parser, _REPLICAS_IN_WORDS)
+    _add_engine_arguments(parser, _REPLICAS_IN_WORDS, drafter="auto")
 
 
 def _add_chat_arguments(parser: ArgumentParser) -> None:
@@ -160,7 +160,7 @@ def _add_directory_arguments(parser: ArgumentParser) -> Any:
     return model
 
 
-def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> None:
+def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str, drafter: str | None = None) -> None:
     _add_machine_arguments(parser)
     processes = parser.add_argument_group("several processes", processes_in_words)
     for kind, shared in (("tensor", "each layer"), ("pipeline", "the layers"), ("expert", "the experts")):
@@ -168,8 +168,11 @@ def _add_engine_arguments(parser: ArgumentParser, processes_in_words: str) -> No
         processes.add_argument(flag, type=int, default=1, metavar="N", help=text)
     cache = parser.add_argument_group("cache", DEFAULTS_IN_WORDS)
     add_cache_arguments(cache)  # type: ignore[arg-type]
-    drafts = parser.add_argument_group("speculative decoding", "These flags need --num-speculative-tokens above 0.")
-    drafts.add_argument("--drafter", choices=DRAFTERS, help="method that generates drafts (default: prompt-lookup)")
+    needed = "These flags need --num-speculative-tokens above 0; with auto and an MTP head, its default is 5."
+    drafts = parser.add_argument_group("speculative decoding", needed)
+    method = "method that generates drafts; auto: the MTP head, if the model has one, or prompt lookup"
+    default = f" (default: {drafter or DRAFTERS[0]})"
+    drafts.add_argument("--drafter", choices=DRAFTERS, default=drafter, help=method + default)
     drafts.add_argument("--draft-hf-model", metavar="DIR", help="Hugging Face directory of the draft model")
 
 

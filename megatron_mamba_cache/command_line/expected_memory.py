@@ -54,7 +54,8 @@ def check_memory(
     initialize_single_process()
     ranks = ranks_of_process()
     stored = dtype_of_weights(directory, arguments.dtype, device)
-    expected = _expected(directory, None if stored is None else DTYPES[stored], ranks)
+    dtype = None if stored is None else DTYPES[stored]
+    expected = _expected(directory, dtype, ranks, has_head=arguments.drafter == "mtp")
     if expected is None:
         return
     config = cache_config(arguments, settings(*expected))
@@ -125,12 +126,13 @@ def _refused(
 
 
 def _expected(
-    directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks
+    directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks, *, has_head: bool = False
 ) -> tuple[HybridModelShape, int] | None:
     """Return the shape of this rank's shard and the model's maximum length; None if a rank cannot determine them."""
     expected = None
     if directory.path.is_dir():
         with suppress(ValueError, OSError):
             architecture, stored = _READERS[directory.format](directory.path)
-            expected = rank_shape(architecture, dtype or stored), architecture.max_sequence_length
+            pattern = hugging_face.read_head_pattern(directory.path) if has_head else ""
+            expected = rank_shape(architecture, dtype or stored, pattern), architecture.max_sequence_length
     return expected if all(ranks.gather(expected is not None)) else None

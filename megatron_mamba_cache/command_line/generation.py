@@ -14,7 +14,7 @@ from ..config import CacheConfig
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
 from . import report
-from .arguments import cache_config
+from .arguments import cache_config, with_auto_drafts
 from .cache_flags import argument_of, given_budget
 from .expected_memory import check_memory
 from .launch import Launch
@@ -44,8 +44,9 @@ class Generation:
             lambda shape, length, _: default_draft_settings(shape, length, given_gb, ranks_of_process()),
         )
         self._model = ready_model(directory, arguments.dtype, device, WeightFlags.of(arguments))
+        arguments = with_auto_drafts(arguments, has_head=self._model.mtp is not None)
         model = self._model.model
-        shape = model_shape_of(model, ranks_of_process())
+        shape = model_shape_of(model, ranks_of_process(), self._model.mtp)
         settings = default_settings(shape, model.max_sequence_length)
         self._config = config = cache_config(arguments, settings)
         self._drafter = drafter_maker(

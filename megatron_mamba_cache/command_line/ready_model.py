@@ -4,7 +4,6 @@ import math
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from ..models.tokenizers.byte_tokenizer import ByteTokenizer
 from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, load_tokenizer
 from ..models.tokenizers.token_reader import image_tokens_of
 from ..speculation.drafter import Drafter
-from ..speculation.prompt_lookup import PromptLookupDrafter
+from ..speculation.prompt_lookup import AutoDrafter, PromptLookupDrafter
+from ..speculation.short_list import ShortList
 from .expected_memory import DTYPES, Settings, dtype_of_weights, errors_of_settings
 from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory
@@ -45,7 +45,7 @@ class ReadyModel:
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
     description: str
     dtype: str  # dtype of the weights, "fp32" or "bf16"
-    mtp: MTPHead | None = None  # loaded for `--drafter mtp`
+    mtp: MTPHead | None = None  # loaded for `--drafter mtp` and `--drafter auto`
 
     @property
     def writes_text(self) -> bool:
@@ -65,7 +65,14 @@ class WeightFlags:
     def of(cls, arguments: Namespace) -> "WeightFlags":
         """Return the flags in the parsed arguments of a command."""
         mtp: MTPLoading = "required" if arguments.drafter == "mtp" else "none"
+        if arguments.drafter == "auto" and arguments.num_speculative_tokens != 0 and not _splits_model(arguments):
+            mtp = "auto"
         return cls(arguments.dequantize_weights, arguments.activation_dtype, mtp)
+
+
+def _splits_model(arguments: Namespace) -> bool:
+    kinds = ("tensor", "pipeline", "expert")
+    return any(getattr(arguments, f"{kind}_model_parallel_size") > 1 for kind in kinds)
 
 
 _DEFAULT_FLAGS = WeightFlags()
@@ -95,7 +102,7 @@ def ready_model(
 
 
 def engine_for(
-    model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[CacheConfig], Drafter]
+    model: ReadyModel, config: CacheConfig, seed: int, make_drafter: Callable[[CacheConfig], Drafter | AutoDrafter]
 ) -> MambaCacheEngine:
     """Build an engine, with a drafter if `config` enables drafts.
 
@@ -133,7 +140,9 @@ def load_weights(
         raise UsageError(f"{flag} {directory.path}: {dtype or 'its'} weights do not fit in memory{sizes}") from error
 
 
-def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -> Callable[[CacheConfig], Drafter]:
+def drafter_maker(
+    arguments: Namespace, model: ReadyModel, settings: Settings
+) -> Callable[[CacheConfig], Drafter | AutoDrafter]:
     """Return a function that maps the engine's settings to a new drafter; all drafters share a draft model's weights.
 
     A draft model has the same dtype as `model`.
@@ -149,7 +158,14 @@ def drafter_maker(arguments: Namespace, model: ReadyModel, settings: Settings) -
     if model.mtp is not None:
         if is_split():
             raise UsageError(f"{_MTP_FLAG} needs a model in a single process; use --drafter prompt-lookup")
-        return partial(MTPDrafter, model.model, model.mtp)
+        short_list, head = ShortList.of(model.model), model.mtp
+        is_alone = arguments.drafter == "mtp"
+
+        def with_head(_: CacheConfig) -> Drafter | AutoDrafter:
+            found = MTPDrafter(model.model, head, short_list)
+            return found if is_alone else AutoDrafter(found)
+
+        return with_head
     directory = draft_directory(arguments)
     if directory is None:
         return lambda _: PromptLookupDrafter()

@@ -105,9 +105,12 @@ def drafts_line(result: RunResult) -> str:
     if not counters.draft_tokens:
         return f"nothing was drafted in {counters.decode_rows} decode steps of requests"
     shares = ", ".join(f"{100 * share:.0f}" for share in counters.acceptance_at)
+    unlisted = f"; {counters.unlisted_tokens} rejected for tokens outside the short list" * bool(
+        counters.unlisted_tokens
+    )
     return (
         f"accepted {counters.accepted_tokens} of {counters.draft_tokens} drafts ({100 * counters.acceptance_rate:.1f} "
-        f"%; by position {shares} %): {counters.tokens_per_decode_row:.2f} tokens a decode step of a request"
+        f"%; by position {shares} %): {counters.tokens_per_decode_row:.2f} tokens a decode step of a request{unlisted}"
     )
 
 

@@ -27,7 +27,7 @@ from ..server.prompts import template_of
 from ..server.running import DrainingServer
 from ..server.tenants import ApiKeys
 from ..server.traces import ExportedTraces, Traces
-from .arguments import cache_config, model_share
+from .arguments import cache_config, model_share, with_auto_drafts
 from .cache_flags import given_budget, given_settings
 from .expected_memory import check_memory
 from .flag_sources import UsageError
@@ -50,8 +50,9 @@ class Serving:
             _check_memory(arguments, directory, device, Card(0, arguments.memory_fraction, 0))
         self._log_level = arguments.log_level
         self._model = ready_model(directory, arguments.dtype, device, WeightFlags.of(arguments))
+        arguments = with_auto_drafts(arguments, has_head=self._model.mtp is not None)
         model = self._model.model
-        shape = model_shape_of(model, ranks_of_process())
+        shape = model_shape_of(model, ranks_of_process(), self._model.mtp)
         self._drafter = drafter_maker(
             arguments,
             self._model,

@@ -33,6 +33,7 @@ COUNTER_TEXTS = {
     "decode_rows": "Requests in decode steps, summed over all steps",
     "draft_tokens": "Draft tokens verified",
     "accepted_tokens": "Draft tokens accepted",
+    "unlisted_tokens": "Draft tokens rejected for a token that is not in the short list of the MTP drafter",
     "drafting_failures": "Steps that ran without drafts because the drafter failed",
     "states_reserved": "State slots reserved before a step for the state at a block boundary",
     "states_published": "States of prompts and replies added to the cache",

@@ -6,9 +6,10 @@ from ..public_names import lazy_names
 
 if TYPE_CHECKING:
     from .drafter import Draft, Drafter, DraftRequest, ReadsHiddenStates
-    from .prompt_lookup import PromptLookupDrafter
+    from .prompt_lookup import AutoDrafter, PromptLookupDrafter
 
 _HOMES = {
+    "AutoDrafter": "prompt_lookup",
     "Draft": "drafter",
     "DraftRequest": "drafter",
     "Drafter": "drafter",
@@ -16,6 +17,6 @@ _HOMES = {
     "ReadsHiddenStates": "drafter",
 }
 
-__all__ = ["Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"]
+__all__ = ["AutoDrafter", "Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"]
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES)

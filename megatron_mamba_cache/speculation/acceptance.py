@@ -14,55 +14,71 @@ IntArray: TypeAlias = NDArray[np.int64]
 
 THRESHOLDS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05, 0.02)
 """Candidate thresholds: a draft grows while the probability that all its tokens are accepted is above the threshold."""
-_LOG_THRESHOLDS = np.log(THRESHOLDS)[:, None]
+_THRESHOLDS = np.array(THRESHOLDS)[:, None, None]
 LEAST_GAIN = 1.02
 """Minimum expected speedup for drafting; a smaller gain is within the error of the time estimates."""
 _SURE = 0.999
 
 
-def expected_tokens(probabilities: FloatArray, counts: IntArray) -> FloatArray:
-    """Return the expected number of tokens that a step produces, summed over all requests; shape [...].
+def reach_of(probabilities: Sequence[float], factors: Sequence[float]) -> FloatArray:
+    """Return the probability that the first n draft tokens are accepted, [requests, positions] for n = 1, 2, ...
 
     Args:
-        probabilities: [requests] probability, below 1, that a draft token is accepted given that all earlier ones were.
+        probabilities: [requests] probability that a draft token is accepted given that all earlier ones were.
+        factors: [positions] factor of the probability that it is not, by position in the draft.
+    """
+    rejection = np.subtract(1.0, probabilities)[:, None] * np.asarray(factors, dtype=np.float64)
+    found: FloatArray = np.minimum(np.maximum(1 - rejection, 1e-6), _SURE).cumprod(axis=1)
+    return found
+
+
+def expected_tokens(reach: FloatArray, counts: IntArray) -> FloatArray:
+    """Return the expected number of tokens that a step produces for each request, [..., requests].
+
+    Args:
+        reach: [requests, positions]; see `reach_of`.
         counts: [..., requests] number of draft tokens.
     """
-    found: FloatArray = ((1 - probabilities ** (counts + 1)) / (1 - probabilities)).sum(axis=-1)
+    gains = np.ones((len(reach), reach.shape[1] + 1))
+    reach.cumsum(axis=1, out=gains[:, 1:])
+    gains[:, 1:] += 1
+    found: FloatArray = gains[np.arange(len(reach)), counts]
     return found
 
 
 def best_counts(
-    probabilities: Sequence[float],
+    reach: FloatArray,
     max_counts: Sequence[int],
     seconds: Callable[[int, int], float],
-    plain_seconds: float,
-    least_gain: float = LEAST_GAIN,
-) -> list[int]:
-    """Return the draft counts that maximize the expected tokens per second; zeros if drafting is not faster.
+    least_rate: float,
+    takes_time: Sequence[bool] | None = None,
+) -> tuple[list[int], float]:
+    """Return the draft counts that maximize the expected tokens per second, and this rate.
 
     Each threshold in THRESHOLDS gives one candidate: a request then drafts as many tokens as are all accepted with at
     least that probability.
 
     Args:
-        probabilities: [requests] probability that a draft token is accepted given that all earlier ones were.
-        max_counts: [requests] maximum number of draft tokens, 0 or more.
+        reach: [requests, positions]; see `reach_of`.
+        max_counts: [requests] maximum number of draft tokens, from 0 to the number of positions.
         seconds: Function that estimates the seconds for a step from its total number of draft tokens and the length of
-            its longest draft.
-        plain_seconds: Estimated seconds for a step without drafts.
-        least_gain: Minimum speedup over a step without drafts.
+            the longest draft that takes time.
+        least_rate: Rate to exceed; otherwise, it is returned with zeros.
+        takes_time: [requests] False for requests whose drafts take no time; None if all take time.
     """
-    probability = np.clip(np.asarray(probabilities, dtype=np.float64), 1e-6, _SURE)
-    tried = np.minimum(_LOG_THRESHOLDS / np.log(probability), max_counts).astype(np.int64)  # [thresholds, requests]
-    totals, most = tried.sum(axis=1).tolist(), tried.max(axis=1).tolist()
-    tokens = expected_tokens(probability, tried).tolist()
-    best, best_rate, before = None, least_gain * len(probabilities) / plain_seconds, 0
+    tried = np.minimum((reach >= _THRESHOLDS).sum(axis=2), max_counts)  # [thresholds, requests]
+    charged = tried if takes_time is None else tried * np.asarray(takes_time)
+    totals, most = tried.sum(axis=1).tolist(), charged.max(axis=1).tolist()
+    tokens = expected_tokens(reach, tried).sum(axis=1).tolist()
+    best, best_rate, before = None, least_rate, 0
     for number, total in enumerate(totals):
         if total > before:  # otherwise, the lower threshold gives the same counts
             before = total
             rate = tokens[number] / seconds(total, most[number])
             if rate > best_rate:
                 best, best_rate = number, rate
-    return [0] * len(probabilities) if best is None else [int(count) for count in tried[best]]
+    counts: list[int] = [0] * len(reach) if best is None else tried[best].tolist()
+    return counts, best_rate
 
 
 OPTIMISM = 0.5
@@ -71,6 +87,12 @@ REQUEST_WINDOW = 32
 """Effective number of draft tokens in the estimate for one request."""
 DRAFTER_WINDOW = 128
 """Effective number of draft tokens, over all requests, in the estimate for a new request."""
+_MOST_DRAFTS = 512
+"""Number of drafts after which those before count half in the estimates by position."""
+_POSITION_WEIGHT = 4.0
+"""Weight of equal rates at all positions, as a number of rejections."""
+MOST_POSITIONS = 8
+"""Maximum number of draft tokens of a request."""
 
 
 class Acceptance:
@@ -124,6 +146,43 @@ class Acceptance:
         probability = self.probability(expected)
         error = math.sqrt(max(probability * (1 - probability), 0.0) / (self._tried + self._weight + 1))
         return min(probability + OPTIMISM * error, 1.0)
+
+
+class Positions:
+    """Running estimate, over all requests, of how much likelier a draft token is rejected by its position in a draft.
+
+    Args:
+        num_positions: Maximum number of draft tokens.
+    """
+
+    __slots__ = ("_expected", "_num_drafts", "_rejected")
+
+    def __init__(self, num_positions: int) -> None:
+        self._expected, self._rejected = [0.0] * num_positions, [0.0] * num_positions
+        self._num_drafts = 0
+
+    def note(self, num_drafted: int, num_accepted: int, probability: float) -> None:
+        """Update the estimate with the outcome of one draft.
+
+        Args:
+            num_drafted, num_accepted: As in `Acceptance.note`.
+            probability: Acceptance probability of a draft token that was expected, whatever its position.
+        """
+        num_positions = len(self._expected)
+        for position in range(min(num_accepted + 1, num_drafted, num_positions)):
+            self._expected[position] += 1 - probability
+        if num_accepted < min(num_drafted, num_positions):
+            self._rejected[num_accepted] += 1
+        self._num_drafts += 1
+        if self._num_drafts >= _MOST_DRAFTS:
+            self._expected = [number / 2 for number in self._expected]
+            self._rejected = [number / 2 for number in self._rejected]
+            self._num_drafts //= 2
+
+    def factors(self, num_positions: int) -> list[float]:
+        """Return the numbers of rejections at the first positions, relative to the expected ones."""
+        pairs = zip(self._rejected[:num_positions], self._expected, strict=False)
+        return [(rejected + _POSITION_WEIGHT) / (expected + _POSITION_WEIGHT) for rejected, expected in pairs]
 
 
 class ShadowDrafts:

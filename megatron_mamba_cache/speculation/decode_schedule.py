@@ -45,6 +45,11 @@ def schedule_decode(
         for request, max_count in zip(requests, max_counts, strict=True)
     ]
     counts = planner.counts(requests, max_counts, budget)
+    if planner.uses_blocks:
+        counts = [
+            cache.room_for_drafts(request, count) if count else 0
+            for request, count in zip(requests, counts, strict=True)
+        ]
     limits = [DraftLimit(request, count) for request, count in zip(requests, counts, strict=True)]
     distributions: list[Tensor | None] = []
     for request, draft in zip(requests, _plan(limits, planner, cache.counters, holds_on_all_ranks), strict=True):
@@ -86,7 +91,7 @@ def note_hidden_states(
     hidden_states: Tensor,
     planner: DraftPlanner | NoDrafts,
 ) -> None:
-    """Pass the hidden states from which each request's new tokens were sampled to the planner.
+    """Pass the hidden state from which each request's newest token was sampled to the planner.
 
     Args:
         starts: [requests] index of the first row of logits for each request.
@@ -94,7 +99,7 @@ def note_hidden_states(
     """
     for request, new, start in zip(requests, kept, starts, strict=False):
         if new:
-            planner.note_hidden_states(request, hidden_states[start : start + len(new)])
+            planner.note_hidden_state(request, hidden_states[start + len(new) - 1])
 
 
 def advance_one_token_requests(
@@ -140,6 +145,6 @@ def advance_requests(
             continue
         num_kept = len(new)
         cache.publish(request, num_kept)
-        planner.note(request, len(request.drafts), num_kept - 1)
+        cache.counters.unlisted_tokens += planner.note(request, len(request.drafts), num_kept - 1)
         cache.advance(request, num_kept)
     planner.note_step(requests)

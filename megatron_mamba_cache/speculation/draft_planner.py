@@ -9,8 +9,20 @@ from torch import Tensor
 
 from ..policy.requests import RunningRequest
 from .acceptance import ShadowDrafts
-from .draft_policy import AllDrafts, DraftPolicy
-from .drafter import CapturesGraphs, CompilesKernels, Draft, Drafter, DraftRequest, HasVocabulary, ReadsHiddenStates
+from .all_drafts import AllDrafts
+from .draft_policy import DraftPolicy
+from .drafter import (
+    CapturesGraphs,
+    CompilesKernels,
+    Draft,
+    Drafter,
+    DraftRequest,
+    HasShortList,
+    HasVocabulary,
+    ReadsHiddenStates,
+    UsesModelMemory,
+)
+from .prompt_lookup import PromptLookupDrafter
 
 _LOG = logging.getLogger(__name__)
 _MOST_SHADOW_DRAFTS = 16
@@ -33,15 +45,24 @@ class DraftPlanner:
         max_drafts: Maximum number of draft tokens per request and step, at least 1; use `NoDrafts` for 0.
         vocab_size: Vocabulary size of the model, and width of the draft distributions.
         policy: Decides how many draft tokens each request gets.
+        lookup: Prompt lookup that may draft instead of the drafter; None for the drafter alone.
 
     Attributes:
-        reads_hidden_states: True if `note_hidden_states` must be called.
+        reads_hidden_states: True if `note_hidden_state` must be called.
+        uses_blocks: True if the drafter writes drafts into the requests' KV blocks.
 
     Raises:
         ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has a different vocabulary size.
     """
 
-    def __init__(self, drafter: Drafter, max_drafts: int, vocab_size: int, policy: DraftPolicy | AllDrafts) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        max_drafts: int,
+        vocab_size: int,
+        policy: DraftPolicy | AllDrafts,
+        lookup: PromptLookupDrafter | None = None,
+    ) -> None:
         for name, value in (("max_drafts", max_drafts), ("vocab_size", vocab_size)):
             if value < 1:
                 raise ValueError(f"{name} must be at least 1, found {value}")
@@ -52,11 +73,15 @@ class DraftPlanner:
             )
         self.max_drafts = max_drafts
         self.reads_hidden_states = isinstance(drafter, ReadsHiddenStates)  # cached, because this check is slow
+        self.uses_blocks = isinstance(drafter, UsesModelMemory)
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
+        self._listing = drafter if isinstance(drafter, HasShortList) else None
         self._policy = policy
-        self._asked: set[int] = set()  # ids of the requests for which drafts were planned
+        self._lookup = lookup
+        self._offers: list[Draft] = []  # of prompt lookup, for the requests of the step
+        self._asked: dict[int, bool] = {}  # requests for which drafts were planned, and whether by prompt lookup
         self._has_drafts = False  # True if a request in the finished step had drafts
         self._shadow_drafts, self._num_failed_shadows, self._turn = ShadowDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
@@ -90,10 +115,22 @@ class DraftPlanner:
         if self._graphs is not None:
             self._graphs.drop_graphs()
 
+    def release_memory(self) -> None:
+        """Drop the CUDA graphs of a drafter that uses the model's memory, which is about to be freed."""
+        if self.uses_blocks:
+            self.drop_graphs()
+
     def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
         """Return the number of draft tokens for each request in the next step; see `DraftPolicy.counts`."""
         self._begin()
-        return self._policy.counts(requests, max_counts, budget)
+        if self._lookup is None:
+            return self._policy.counts(requests, max_counts, budget)
+
+        def offers() -> list[int]:
+            self._offers = self._looked_up(requests, max_counts)
+            return [len(draft.tokens) for draft in self._offers]
+
+        return self._policy.counts(requests, max_counts, budget, offers)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
         """Decide the draft counts for the next step in advance, while the current step runs."""
@@ -106,18 +143,26 @@ class DraftPlanner:
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each request, in order, not longer than its limit.
 
-        Calls the drafter at most once. A failed step may be planned again, because this changes no estimates.
+        Calls the drafter at most once. A failed step may be planned again, because this changes no estimates. With
+        prompt lookup, the requests are those of `counts`.
 
         Raises:
             ValueError: If the drafter's result violates its protocol; the message names the drafter.
         """
         drafts = [Draft()] * len(limits)
         asked = [index for index, entry in enumerate(limits) if entry.limit > 0]
-        self._asked = {limits[index].request.request_id for index in asked}
+        by_lookup = {index for index in asked if self._offers and self._policy.by_lookup[index]}
+        self._asked = {limits[index].request.request_id: index in by_lookup for index in asked}
+        for index, (entry, offer) in enumerate(zip(limits, self._offers, strict=False)):
+            if index in by_lookup:
+                drafts[index] = offer.first(entry.limit)
+            elif offer.tokens and not self._shadow_drafts.num_tokens(entry.request):
+                self._shadow_drafts.start(entry.request, offer.tokens)
+        asked = [index for index in asked if index not in by_lookup]
         if not asked:
             return drafts
         requests = [self._request(limits[index]) for index in asked]
-        for index, draft in zip(asked, self._propose(requests), strict=True):
+        for index, draft in zip(asked, self._propose(self._drafter, requests), strict=True):
             drafts[index] = draft
         lengths = [len(draft.tokens) for draft in drafts]
         if all(length == entry.limit for length, entry in zip(lengths, limits, strict=True)):
@@ -125,8 +170,11 @@ class DraftPlanner:
         counts = self._policy.of_proposed([entry.request for entry in limits], lengths)
         return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
-    def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
+    def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> bool:
         """Record how many draft tokens of a request were accepted; do nothing if none were planned for the request.
+
+        Returns:
+            True if a draft was rejected for a token that the drafter's short list lacks; the request ends with it.
 
         Args:
             num_drafted: Number of verified draft tokens, after any truncation by the caller.
@@ -134,32 +182,41 @@ class DraftPlanner:
         """
         if request.request_id in self._asked and num_drafted:
             self._has_drafts = True
-            self._policy.note(request.request_id, num_drafted, num_accepted)
+            by_lookup = self._asked[request.request_id]
+            self._policy.note(request.request_id, num_drafted, num_accepted, by_lookup=by_lookup)
+            if num_accepted < num_drafted and self._listing is not None and not by_lookup:
+                return not self._listing.is_listed(int(request.tokens(request.length - 1, request.length)[0]))
+        return False
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
         """Record the end of a step; call it after `note` and after the new tokens are appended to the requests."""
-        self._policy.note_step(requests, asked=bool(self._asked), drafted=self._has_drafts)
+        self._policy.note_step(requests, asked=not all(self._asked.values()), drafted=self._has_drafts)
         self._begin()
         if shadowed := self._policy.shadowed(requests):
             self._shadow(shadowed)
-        else:
+        elif self._lookup is None:
             self._shadow_drafts.clear()
+        else:
+            self._note_shadows(requests)
 
-    def note_hidden_states(self, request: RunningRequest, states: Tensor) -> None:
-        """Store the hidden states, [new tokens, hidden], from which a request's new tokens were sampled."""
-        self._hidden_states[request.request_id] = states
+    def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
+        """Store the hidden state [hidden] from which a request's newest token was sampled, for the next draft."""
+        self._hidden_states[request.request_id] = state
 
     def forget(self, request_id: int) -> None:
         """Drop all data about a request that finished or was evicted; an error of the drafter is only logged."""
-        self._asked.discard(request_id)
+        self._asked.pop(request_id, None)
         self._shadow_drafts.forget(request_id)
         self._policy.forget(request_id)
         self._hidden_states.pop(request_id, None)
         self._tell_to_forget(request_id)
+        if self._lookup is not None:
+            self._lookup.forget(request_id)
 
     def _begin(self) -> None:
         """Start planning the next step, discarding the plan of a failed step."""
         self._asked.clear()
+        self._offers = []
         self._has_drafts = False
 
     def _tell_to_forget(self, request_id: int) -> None:
@@ -173,14 +230,14 @@ class DraftPlanner:
 
         The next step may run meanwhile.
         """
-        for outcome in self._shadow_drafts.ended(requests):
-            self._policy.note(*outcome)
+        self._note_shadows(requests)
         asked = [request for request in requests if self._shadow_drafts.num_tokens(request) == 0]
         if len(asked) > _MOST_SHADOW_DRAFTS:  # the others have their turn after later steps
             self._turn = (self._turn + _MOST_SHADOW_DRAFTS) % len(asked)
             asked = [*asked[self._turn :], *asked[: self._turn]][:_MOST_SHADOW_DRAFTS]
         try:
-            drafts = self._propose([DraftRequest(request, self.max_drafts) for request in asked]) if asked else []
+            wanted = [DraftRequest(request, self.max_drafts) for request in asked]
+            drafts = self._propose(self._lookup or self._drafter, wanted) if asked else []
         except Exception as error:  # a drafter is user code, and its errors must not fail a step
             self._note_failed_shadow(asked, error)
             return
@@ -188,6 +245,20 @@ class DraftPlanner:
             if draft.tokens:
                 self._shadow_drafts.start(request, draft.tokens)
         self._policy.resume_if_faster(requests, [self._shadow_drafts.num_tokens(request) for request in requests])
+
+    def _note_shadows(self, requests: Sequence[RunningRequest]) -> None:
+        for outcome in self._shadow_drafts.ended(requests):
+            self._policy.note(*outcome, by_lookup=self._lookup is not None)
+
+    def _looked_up(self, requests: Sequence[RunningRequest], max_counts: Sequence[int]) -> list[Draft]:
+        """Return a draft of prompt lookup for each request, no longer than its maximum."""
+        assert self._lookup is not None
+        found = iter(
+            self._lookup.propose(
+                [DraftRequest(*pair) for pair in zip(requests, max_counts, strict=True) if pair[1] > 0]
+            )
+        )
+        return [next(found) if max_count > 0 else Draft() for max_count in max_counts]
 
     def _note_failed_shadow(self, asked: Sequence[RunningRequest], error: Exception) -> None:
         self._num_failed_shadows += 1
@@ -200,8 +271,8 @@ class DraftPlanner:
     def _request(self, limit: DraftLimit) -> DraftRequest:
         return DraftRequest(limit.request, limit.limit, self._hidden_states.get(limit.request.request_id))
 
-    def _propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        drafts = self._drafter.propose(requests)
+    def _propose(self, drafter: Drafter, requests: Sequence[DraftRequest]) -> list[Draft]:
+        drafts = drafter.propose(requests)
         if len(drafts) != len(requests):
             raise self._error(f"{len(drafts)} drafts for {len(requests)} requests")
         for request, draft in zip(requests, drafts, strict=True):
@@ -244,7 +315,7 @@ class DraftPlanner:
 class NoDrafts:
     """Null object that an engine without speculative decoding uses instead of `DraftPlanner`."""
 
-    max_drafts, reads_hidden_states = 0, False
+    max_drafts, reads_hidden_states, uses_blocks = 0, False, False
 
     def warmup(self) -> None:
         """Do nothing."""
@@ -256,6 +327,9 @@ class NoDrafts:
         """Do nothing."""
 
     def drop_graphs(self) -> None:
+        """Do nothing."""
+
+    def release_memory(self) -> None:
         """Do nothing."""
 
     def counts(self, requests: Sequence[RunningRequest], max_counts: Sequence[int], budget: int) -> list[int]:
@@ -273,13 +347,14 @@ class NoDrafts:
         """Return an empty draft for each request."""
         return [Draft()] * len(limits)
 
-    def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> None:
-        """Do nothing."""
+    def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> bool:
+        """Return False."""
+        return False
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
         """Do nothing."""
 
-    def note_hidden_states(self, request: RunningRequest, states: Tensor) -> None:
+    def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
         """Do nothing."""
 
     def forget(self, request_id: int) -> None:

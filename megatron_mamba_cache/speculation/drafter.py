@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -17,19 +17,13 @@ class DraftRequest:
         running: The running request, read-only; `running.tokens(0, running.length)` is its text so far. The drafter
             must not keep a reference after the call.
         num_tokens: Maximum number of draft tokens, at least 1.
-        hidden_states: [new tokens, hidden] on the model's device: the hidden states after the final norm from which the
-            tokens of the last step were sampled, so the last one yielded the newest token. Valid during the call. None
-            unless the drafter implements `ReadsHiddenStates`.
+        hidden_state: [hidden] on the model's device: the hidden state after the final norm from which the newest token
+            was sampled. None unless the drafter implements `ReadsHiddenStates`.
     """
 
     running: RunningRequest
     num_tokens: int
-    hidden_states: Tensor | None = None
-
-    @property
-    def hidden_state(self) -> Tensor | None:
-        """[hidden]: the hidden state from which the newest token was sampled; None without `hidden_states`."""
-        return None if self.hidden_states is None else self.hidden_states[-1]
+    hidden_state: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +84,18 @@ class ReadsHiddenStates(Protocol):
 
 
 @runtime_checkable
+class UsesModelMemory(Protocol):
+    """A drafter, such as a multi-token-prediction head, whose keys and values are in the KV blocks of the model.
+
+    Drafts of a request must fit in its blocks, because a draft is written there before it is proposed.
+    """
+
+    @property
+    def chain(self) -> Any:
+        """The `MTPChain`, which in each step writes keys and values into further layers of the blocks."""
+
+
+@runtime_checkable
 class TakesTime(Protocol):
     """A drafter that estimates how long its proposals take, so that it is called only if drafting saves time.
 
@@ -107,6 +113,14 @@ class CompilesKernels(Protocol):
 
     def warmup(self) -> None:
         """Compile all kernels, without other effects; called before the first request."""
+
+
+@runtime_checkable
+class HasShortList(Protocol):
+    """A drafter that drafts only some tokens of the vocabulary."""
+
+    def is_listed(self, token: int) -> bool:
+        """Return True if the drafter may draft this token."""
 
 
 @runtime_checkable

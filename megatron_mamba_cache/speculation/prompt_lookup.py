@@ -1,13 +1,14 @@
 """Prompt lookup: a drafter that finds an earlier occurrence of the last tokens and proposes the tokens after it."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..policy.requests import RunningRequest
-from .drafter import Draft, DraftRequest
+from .drafter import Draft, Drafter, DraftRequest
 
 _UINT64_MASK = (1 << 64) - 1
 _MIX = 0x9E3779B97F4A7C15
@@ -208,3 +209,14 @@ def _continues(index: SuffixIndex, request: RunningRequest) -> bool:
     """Return True if the request's text starts with the indexed text; only the last indexed tokens are compared."""
     last = index.last_tokens(_NUM_CHECKED)
     return list(request.tokens(len(index) - len(last), len(index))) == last
+
+
+@dataclass(frozen=True, slots=True)
+class AutoDrafter:
+    """A drafter that takes time, and prompt lookup alongside it: each request of a step uses one of them, or none.
+
+    The choice is made for the highest expected throughput. It needs `CacheConfig(adaptive_drafts=True)`; otherwise, the
+    drafter is used alone.
+    """
+
+    drafter: Drafter

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention.interface import AttentionShape
 from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention
+from megatron_mamba_cache.mcore.mtp_chain import MTPChain
 from megatron_mamba_cache.mcore.mtp_head import MTPStep
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
-from megatron_mamba_cache.models.drafting.mtp_chain import MTPBatch, MTPChain
+from tests.mcore.mtp_drafters import packed_tokens
 from tests.models.checkpoint_edits import set_fields, tensors_of, write_tensors
 from tests.models.mtp_heads import HeadOracle, head_tensors
 from tests.models.tiny_checkpoints import tiny_checkpoint
@@ -87,14 +88,25 @@ class Requests:
             device=self.device,
         )
         self._attention = ReferenceAttention(shape)
-        self.kv_cache = head.loaded.mtp.new_kv_cache(num_requests * NUM_BLOCKS, BLOCK).fill_(torch.nan)
+        num_layers = head.loaded.mtp.pattern.count("*")
+        lead, sizes_of_head = (2, num_layers, num_requests * NUM_BLOCKS, BLOCK), (sizes.num_kv_heads, sizes.head_dim)
+        self.kv_cache = torch.full((*lead, *sizes_of_head), torch.nan, device=self.device)
         order = np.random.default_rng(0).permutation(num_requests * NUM_BLOCKS).astype(np.int32)
         self.table = order.reshape(num_requests, NUM_BLOCKS)
 
     def step(self, starts: list[int], lengths: list[int]) -> MTPStep:
         """Return a step of consecutive tokens of each request."""
-        batch = MTPBatch.of(starts, lengths, self.table, BLOCK, self.device)
+        batch = packed_tokens(starts, lengths, self.table, BLOCK, self.device)
         return MTPStep(batch, self.kv_cache, self._attention.plan(batch.attention), BLOCK * NUM_BLOCKS)
+
+    def draft(self, token_ids: Tensor, hidden_states: Tensor, positions: list[list[int]]) -> Tensor:
+        """Return the drafts, [requests, passes]: each pass reads the token and hidden state of the pass before."""
+        drafts = []
+        for starts in positions:
+            hidden_states = self.chain.outputs(token_ids, hidden_states, self.step(starts, [1] * len(starts)))
+            token_ids = self.chain.most_likely(hidden_states)
+            drafts.append(token_ids)
+        return torch.stack(drafts, dim=1)
 
 
 @torch.inference_mode()
@@ -105,7 +117,7 @@ def test_prompt_in_chunks_equals_the_oracle(head: Head) -> None:
         for length in chunks:
             part = slice(start, start + length)
             step = requests.step([start], [length])
-            found = requests.chain.entries(head.token_ids[part], head.hidden_states[part], step)
+            found = requests.chain.outputs(head.token_ids[part], head.hidden_states[part], step)
             torch.testing.assert_close(found, expected[part], atol=TOLERANCE, rtol=TOLERANCE)
             start += length
 
@@ -117,12 +129,10 @@ def test_chained_drafts_equal_the_oracles(head: Head, num_drafts: int) -> None:
     requests = Requests(head, len(lengths))
     tokens = torch.cat([head.token_ids[:length] for length in lengths])
     hidden = torch.cat([head.hidden_states[:length] for length in lengths])
-    requests.chain.entries(tokens, hidden, requests.step([0] * len(lengths), lengths))
+    requests.chain.outputs(tokens, hidden, requests.step([0] * len(lengths), lengths))
     newest, before = head.token_ids[lengths], head.hidden_states[lengths]
     starts = np.array(lengths)
-    found = requests.chain.draft(
-        newest, before, num_drafts, lambda number: requests.step((starts + number).tolist(), [1] * len(lengths))
-    )
+    found = requests.draft(newest, before, [(starts + number).tolist() for number in range(num_drafts)])
     for length, drafts in zip(lengths, found, strict=True):
         assert_best(head, length, drafts)
 
@@ -141,15 +151,11 @@ def assert_best(head: Head, length: int, drafts: Tensor) -> None:
 def test_rewritten_entries_equal_those_of_a_prompt(head: Head) -> None:
     """Entries of drafts are overwritten from verified hidden states; nothing of the drafts remains."""
     length, requests = 10, Requests(head)
-    requests.chain.entries(head.token_ids[:length], head.hidden_states[:length], requests.step([0], [length]))
-    requests.chain.draft(
-        head.token_ids[length : length + 1],
-        head.hidden_states[length : length + 1],
-        3,
-        lambda number: requests.step([length + number], [1]),
-    )
+    requests.chain.outputs(head.token_ids[:length], head.hidden_states[:length], requests.step([0], [length]))
+    newest = slice(length, length + 1)
+    requests.draft(head.token_ids[newest], head.hidden_states[newest], [[length], [length + 1], [length + 2]])
     rest = slice(length, LENGTH)
-    found = requests.chain.entries(
+    found = requests.chain.outputs(
         head.token_ids[rest], head.hidden_states[rest], requests.step([length], [LENGTH - length])
     )
     expected = head.oracle.outputs(head.embeddings(head.token_ids), head.hidden_states)[rest]
@@ -160,6 +166,6 @@ def test_rewritten_entries_equal_those_of_a_prompt(head: Head) -> None:
 def test_entries_of_a_block_depend_on_no_later_token(head: Head) -> None:
     whole, cut = Requests(head), Requests(head)
     for requests, length in ((whole, LENGTH), (cut, 2 * BLOCK)):
-        requests.chain.entries(head.token_ids[:length], head.hidden_states[:length], requests.step([0], [length]))
+        requests.chain.outputs(head.token_ids[:length], head.hidden_states[:length], requests.step([0], [length]))
     blocks = torch.from_numpy(whole.table[0, :2]).long().to(whole.device)
     torch.testing.assert_close(whole.kv_cache[:, :, blocks], cut.kv_cache[:, :, blocks], atol=1e-6, rtol=1e-6)

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 
 from megatron_mamba_cache.policy.requests import RunningRequest
-from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
+from megatron_mamba_cache.speculation.all_drafts import AllDrafts
+from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
 from megatron_mamba_cache.speculation.step_time import GPU, StepReads, StepTime
 from tests.speculation.running_requests import request_of
 

@@ -1,6 +1,7 @@
 """Properties of the draft counts that maximize tokens per second."""
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import numpy as np
@@ -8,10 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.speculation.acceptance import LEAST_GAIN, best_counts, expected_tokens
+from megatron_mamba_cache.speculation.acceptance import LEAST_GAIN, Positions, best_counts, expected_tokens, reach_of
 
 CHANCES = st.floats(0.0, 1.0)
 ROWS = st.lists(st.tuples(CHANCES, st.integers(0, 4)), min_size=1, max_size=4)
+
+
+def counts_of(
+    probabilities: list[float], max_counts: list[int], seconds: Callable[[int, int], float], plain: float
+) -> list[int]:
+    reach = reach_of(probabilities, [1.0] * max(max_counts))
+    return best_counts(reach, max_counts, seconds, LEAST_GAIN * len(probabilities) / plain)[0]
 
 
 def brute_expected(probabilities: list[float], counts: list[int]) -> float:
@@ -25,9 +33,8 @@ def brute_expected(probabilities: list[float], counts: list[int]) -> float:
 @given(ROWS)
 def test_expected_number_of_tokens_is_a_sum_of_acceptance_probabilities(requests: list[tuple[float, int]]) -> None:
     probabilities, counts = [min(probability, 0.999) for probability, _ in requests], [count for _, count in requests]
-    assert expected_tokens(np.array(probabilities), np.array(counts)) == pytest.approx(
-        brute_expected(probabilities, counts)
-    )
+    found = expected_tokens(reach_of(probabilities, [1.0] * 4), np.array(counts)).sum()
+    assert found == pytest.approx(brute_expected(probabilities, counts), abs=1e-4)
 
 
 @given(ROWS, st.floats(0.1, 10), st.floats(0, 3), st.floats(0, 3))
@@ -35,7 +42,7 @@ def test_draft_counts_respect_limits_and_are_faster_than_no_drafts(
     requests: list[tuple[float, int]], plain: float, once: float, each: float
 ) -> None:
     probabilities, max_counts = [probability for probability, _ in requests], [room for _, room in requests]
-    counts = best_counts(probabilities, max_counts, lambda total, most: plain + once + each * total, plain)
+    counts = counts_of(probabilities, max_counts, lambda total, most: plain + once + each * total, plain)
     assert all(0 <= count <= room for count, room in zip(counts, max_counts, strict=True))
     if any(counts):
         tokens = brute_expected([min(p, 0.999) for p in probabilities], counts)
@@ -52,21 +59,34 @@ def test_draft_counts_are_nearly_optimal(requests: list[tuple[float, int]], once
         return brute_expected(probabilities, counts) / (1 + (once + each * total if total else 0))
 
     best = max(rate(list(counts)) for counts in product(*(range(room + 1) for room in max_counts)))
-    found = best_counts(probabilities, max_counts, lambda total, most: 1 + once + each * total, 1.0)
+    found = counts_of(probabilities, max_counts, lambda total, most: 1 + once + each * total, 1.0)
     assert rate(found) >= 0.93 * best
 
 
 def test_request_with_higher_acceptance_gets_more_drafts() -> None:
-    counts = best_counts([0.95, 0.6, 0.05], [4, 4, 4], lambda total, most: 1.1 + 0.05 * total, 1.0)
+    counts = counts_of([0.95, 0.6, 0.05], [4, 4, 4], lambda total, most: 1.1 + 0.05 * total, 1.0)
     assert counts[0] == 4 > counts[1] > counts[2] == 0
 
 
 def test_drafter_time_depends_on_the_longest_draft() -> None:
     seconds = {0: 1.0, 1: 1.3, 2: 1.6, 3: 9.0, 4: 9.0}
-    assert max(best_counts([0.9] * 3, [4] * 3, lambda total, most: seconds[most], 1.0)) == 2
+    assert max(counts_of([0.9] * 3, [4] * 3, lambda total, most: seconds[most], 1.0)) == 2
 
 
 @pytest.mark.parametrize("probability", [0.0, 1.0, math.nextafter(1.0, 0.0)])
 def test_acceptance_probabilities_of_zero_and_one_are_supported(probability: float) -> None:
     expected = [0] if probability == 0 else [3]
-    assert best_counts([probability], [3], lambda total, most: 1.2, 1.0) == expected
+    assert counts_of([probability], [3], lambda total, most: 1.2, 1.0) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), CHANCES), max_size=40))
+def test_rejections_by_position_are_relative_to_the_expected_ones(drafts: list[tuple[int, int, float]]) -> None:
+    found, rejected, expected = Positions(4), [4.0] * 4, [4.0] * 4
+    for num_drafted, kept, chance in drafts:
+        num_accepted = min(num_drafted, kept)
+        found.note(num_drafted, num_accepted, chance)
+        for position in range(min(num_drafted, num_accepted + 1, 4)):
+            expected[position] += 1 - chance
+            rejected[position] += position == num_accepted
+    factors = [number / count for number, count in zip(rejected, expected, strict=True)]
+    assert found.factors(4) == pytest.approx(factors) and found.factors(2) == pytest.approx(factors[:2])

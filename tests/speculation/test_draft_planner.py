@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_mamba_cache.speculation.all_drafts import AllDrafts
 from megatron_mamba_cache.speculation.draft_planner import DraftLimit, DraftPlanner, NoDrafts
-from megatron_mamba_cache.speculation.draft_policy import AllDrafts, DraftPolicy
+from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from tests.speculation.running_requests import request_of
 from tests.speculation.simulated_steps import DENSE_8B, NO_LIMIT, time_of

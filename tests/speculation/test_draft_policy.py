@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
+from megatron_mamba_cache.speculation.all_drafts import AllDrafts
 from megatron_mamba_cache.speculation.draft_policy import (
     LONGEST_PAUSE,
     PATIENCE,
     SHORTEST_PAUSE,
     TRIAL_DRAFTS,
-    AllDrafts,
     DraftPolicy,
 )
 from tests.speculation.running_requests import request_of

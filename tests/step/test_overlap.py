@@ -10,8 +10,8 @@ from torch import Tensor
 from megatron_mamba_cache.policy.request_settings import SamplingSettings
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.policy.scheduler import QueueState
+from megatron_mamba_cache.speculation.all_drafts import AllDrafts
 from megatron_mamba_cache.speculation.draft_planner import DraftPlanner, NoDrafts
-from megatron_mamba_cache.speculation.draft_policy import AllDrafts
 from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from megatron_mamba_cache.step.batch import StepBatch
 from megatron_mamba_cache.step.logits import Draws

@@ -1,0 +1,65 @@
+"""Draft policy that always drafts, and limits that all draft policies share."""
+
+from collections.abc import Callable, Sequence
+
+from ..policy.requests import RunningRequest
+
+Offers = Callable[[], Sequence[int]]
+"""Returns the number of tokens that prompt lookup proposes for each request."""
+
+
+def no_offers() -> Sequence[int]:
+    """Return nothing, without prompt lookup."""
+    return ()
+
+
+class AllDrafts:
+    """Draft policy that always gives each request as many draft tokens as its limit and the budget allow."""
+
+    by_lookup: Sequence[bool] = ()
+
+    def counts(
+        self,
+        requests: Sequence[RunningRequest],
+        max_counts: Sequence[int],
+        budget: int,
+        offers: Offers = no_offers,
+    ) -> list[int]:
+        """Return `max_counts`, reduced to a sum of at most `budget`; earlier requests have priority."""
+        return within(max_counts, budget)
+
+    def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
+        """Do nothing."""
+
+    def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
+        """Return `proposed` unchanged."""
+        return list(proposed)
+
+    def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
+        """Do nothing."""
+
+    def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
+        """Do nothing."""
+
+    def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
+        """Return True only if there are no requests."""
+        return not requests
+
+    def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Return an empty list, because drafting never pauses."""
+        return []
+
+    def resume_if_faster(self, requests: Sequence[RunningRequest], offered: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def forget(self, request_id: int) -> None:
+        """Do nothing."""
+
+
+def within(counts: Sequence[int], budget: int) -> list[int]:
+    """Return the counts, reduced to a sum of at most `budget`; earlier requests have priority."""
+    found = []
+    for count in counts:
+        found.append(max(0, min(count, budget)))
+        budget -= found[-1]
+    return found

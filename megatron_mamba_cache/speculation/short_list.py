@@ -1,0 +1,101 @@
+"""Short list: the tokens from which drafts are chosen, so that a draft reads a part of the output layer only."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..kernels.one_token import can_multiply_one_token, multiply_one_token
+from ..kernels.sampling.greedy_draws import greedy_tokens
+from ..policy.requests import RunningRequest
+
+_LEAST_VOCABULARY = 65_536
+_SHARE = 4
+_FIRST_COUNT, _MOST_COUNT = 1 << 14, 1 << 20
+"""Tokens counted before the list is chosen for the first time, and most tokens before it is chosen again."""
+
+
+class ShortList:
+    """The tokens that requests use most, and their rows of the output layer, copied to one piece of memory.
+
+    The first list has the lowest ids, which are the most frequent tokens of a byte-pair encoding. Then it has the most
+    frequent tokens in the text of requests. It is chosen again when a request begins, in place, so CUDA graphs may read
+    it. The list affects drafts only: verification uses the whole vocabulary.
+
+    Args:
+        model: A MambaModel on a single rank.
+        size: Number of tokens.
+    """
+
+    def __init__(self, model: Any, size: int) -> None:
+        self._model = model
+        weight = self._weight
+        self._ids = torch.arange(size, device=weight.device)
+        self._rows = weight[:size].clone()
+        self._is_listed = np.arange(len(weight)) < size
+        self._counts = np.zeros(len(weight), np.int64)
+        self._num_counted, self._due = 0, _FIRST_COUNT
+        self._lengths: dict[int, int] = {}  # number of counted tokens by request id
+
+    @classmethod
+    def of(cls, model: Any) -> "ShortList | None":
+        """Return a list of a quarter of the model's vocabulary; None if the vocabulary is small."""
+        return cls(model, model.vocab_size // _SHARE) if model.vocab_size >= _LEAST_VOCABULARY else None
+
+    def __contains__(self, token: int) -> bool:
+        return bool(self._is_listed[token])
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def most_likely(self, hidden_states: Tensor) -> Tensor:
+        """Return the token of the list with the largest logit for each row of [n, hidden], as [n] int64."""
+        is_one = can_multiply_one_token(hidden_states, self._rows)
+        logits = (multiply_one_token if is_one else F.linear)(hidden_states, self._rows)
+        return self._ids[greedy_tokens(logits)]
+
+    def count(self, requests: Sequence[RunningRequest]) -> None:
+        """Count the new tokens of these requests; choose the list again if it is due and a request begins."""
+        begins = False
+        for request in requests:
+            start = self._lengths.get(request.request_id, 0)
+            begins = begins or not start
+            self._count(np.asarray(request.tokens(start, request.length), np.int64))
+            self._lengths[request.request_id] = request.length
+        if begins and self._num_counted >= self._due:
+            self._choose()
+
+    def forget(self, request_id: int) -> None:
+        """Drop what is known of a request; its counts stay."""
+        self._lengths.pop(request_id, None)
+
+    def copy_rows(self) -> None:
+        """Copy the rows of the list from the output layer, whose weights may have changed."""
+        torch.index_select(self._weight, 0, self._ids, out=self._rows)
+
+    def _count(self, tokens: npt.NDArray[np.int64]) -> None:
+        np.add.at(self._counts, tokens, 1)
+        self._num_counted += len(tokens)
+
+    def _choose(self) -> None:
+        """Choose the most frequent tokens, the lowest ids first among equals, and give older counts half the weight."""
+        rank = self._counts * len(self._counts) - np.arange(len(self._counts))
+        ids = np.sort(np.argpartition(rank, -len(self))[-len(self) :])
+        self._is_listed[:] = False
+        self._is_listed[ids] = True
+        self._ids.copy_(torch.from_numpy(ids))
+        self.copy_rows()
+        self._counts //= 2
+        self._num_counted, self._due = 0, min(2 * self._due, _MOST_COUNT)
+
+    @property
+    def _weight(self) -> Tensor:
+        """The weight of the output layer, [vocab, hidden]."""
+        is_shared = self._model.share_embeddings_and_output_weights
+        weight = self._model.shared_embedding_or_output_weight() if is_shared else self._model.output_layer.weight
+        found: Tensor = weight.detach()
+        return found
