@@ -131,7 +131,9 @@ def _can_launch_on_hopper(weight: QuantizedMatrix) -> bool:
     device = weight.words.device
     if INTERPRETED or device.type != "cuda":
         return False
-    return is_hopper(device) and has_tested_gluon() and fits_boxes(weight)
+    rows, columns = weight.shape
+    compiles = rows > 1 and columns > DEPTH.value  # Triton 3.6 fails on a single step, or a stride of 1
+    return compiles and is_hopper(device) and has_tested_gluon() and fits_boxes(weight)
 
 
 def _range_of(num_tokens: int) -> int:
