@@ -45,7 +45,13 @@ class MTPChain:
         self._context: MambaCacheContext | None = None
 
     def use(self, context: MambaCacheContext) -> None:
-        """Use the memory of this context, which must have been built with the shape of the model with its head."""
+        """Use the memory of this context, which must have been built with the shape of the model with its head.
+
+        Raises:
+            ValueError: If another engine that has memory uses this head's drafter.
+        """
+        if self._context is not None and self._context is not context and self._context.is_tensor_state_allocated:
+            raise ValueError("the drafter of an MTP head is in use by another engine; make one drafter for each engine")
         self._context = context
 
     @property
@@ -87,7 +93,7 @@ class MTPChain:
             embeddings_of(self._model, batch.token_ids, batch.positions),
             previous,
             entries,
-            rotary_of(self._model, entries.max_sequence_length),
+            self.rotary(entries.max_sequence_length),
         )
 
     def outputs(self, token_ids: Tensor, hidden_states: Tensor, step: MTPStep) -> Tensor:
@@ -99,9 +105,12 @@ class MTPChain:
                 verified, of this head if it was drafted, zeros at position 0.
         """
         embeddings = embeddings_of(self._model, token_ids, step.batch.positions)
-        rotary = rotary_of(self._model, step.max_sequence_length)
-        found: Tensor = self.head(embeddings, hidden_states, step, rotary)
+        found: Tensor = self.head(embeddings, hidden_states, step, self.rotary(step.max_sequence_length))
         return found
+
+    def rotary(self, num_positions: int) -> Tensor | None:
+        """Return the model's rotary angles; see `rotary_of`."""
+        return rotary_of(self._model, num_positions)
 
     def most_likely(self, hidden_states: Tensor) -> Tensor:
         """Return the drafts, [n] int64, that follow from hidden states, [n, hidden]."""

@@ -76,7 +76,7 @@ class HasVocabulary(Protocol):
 
 @runtime_checkable
 class ReadsHiddenStates(Protocol):
-    """A drafter, such as a multi-token-prediction head, that reads the model's hidden states."""
+    """A drafter, such as Medusa heads, that reads the hidden state from which a request's newest token was sampled."""
 
     @property
     def hidden_size(self) -> int:

@@ -1,10 +1,9 @@
-"""Short list: the tokens from which drafts are chosen, so that a draft reads a part of the output layer only."""
+"""Short list: the tokens from which drafts are chosen, so that a draft reads only some rows of the output layer."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,11 +19,11 @@ _FIRST_COUNT, _MOST_COUNT = 1 << 14, 1 << 20
 
 
 class ShortList:
-    """The tokens that requests use most, and their rows of the output layer, copied to one piece of memory.
+    """The tokens that requests use most, and a contiguous copy of their rows of the output layer.
 
-    The first list has the lowest ids, which are the most frequent tokens of a byte-pair encoding. Then it has the most
-    frequent tokens in the text of requests. It is chosen again when a request begins, in place, so CUDA graphs may read
-    it. The list affects drafts only: verification uses the whole vocabulary.
+    The first list has the lowest ids, which are the most frequent tokens of a byte-pair encoding. Later lists have the
+    most frequent tokens in the text of requests. A list is chosen when a request begins, in place, so CUDA graphs may
+    read it. The list affects drafts only: verification uses the whole vocabulary.
 
     Args:
         model: A MambaModel on a single rank.
@@ -60,26 +59,24 @@ class ShortList:
 
     def count(self, requests: Sequence[RunningRequest]) -> None:
         """Count the new tokens of these requests; choose the list again if it is due and a request begins."""
-        begins = False
-        for request in requests:
-            start = self._lengths.get(request.request_id, 0)
-            begins = begins or not start
-            self._count(np.asarray(request.tokens(start, request.length), np.int64))
-            self._lengths[request.request_id] = request.length
-        if begins and self._num_counted >= self._due:
+        if not requests:
+            return
+        starts = [self._lengths.get(request.request_id, 0) for request in requests]
+        texts = [request.tokens(start, request.length) for request, start in zip(requests, starts, strict=True)]
+        tokens = np.concatenate(texts, dtype=np.int64, casting="unsafe")  # unsafe, because an empty list has no dtype
+        np.add.at(self._counts, tokens, 1)
+        self._num_counted += len(tokens)
+        self._lengths |= {request.request_id: request.length for request in requests}
+        if 0 in starts and self._num_counted >= self._due:
             self._choose()
 
     def forget(self, request_id: int) -> None:
-        """Drop what is known of a request; its counts stay."""
+        """Drop the number of counted tokens of a request; the counts stay."""
         self._lengths.pop(request_id, None)
 
     def copy_rows(self) -> None:
         """Copy the rows of the list from the output layer, whose weights may have changed."""
         torch.index_select(self._weight, 0, self._ids, out=self._rows)
-
-    def _count(self, tokens: npt.NDArray[np.int64]) -> None:
-        np.add.at(self._counts, tokens, 1)
-        self._num_counted += len(tokens)
 
     def _choose(self) -> None:
         """Choose the most frequent tokens, the lowest ids first among equals, and give older counts half the weight."""

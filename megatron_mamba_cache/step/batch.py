@@ -139,8 +139,13 @@ def _write_requests(requests: Sequence[RunningRequest], buffers: StepBuffers, bl
     np.cumsum(scheduled, out=cu_query[1 : num_requests + 1])
     kv_lengths = np.add(computed, scheduled, out=buffers.host("kv_lengths")[:num_requests])
     buffers.host("last_block_lens")[:num_requests] = (kv_lengths - 1) % block_size + 1
-    num_blocks = np.fromiter((len(request.block_ids) for request in requests), np.int32, num_requests)
-    table = buffers.host_block_table()[:num_requests]
+    write_block_table(requests, buffers)
+
+
+def write_block_table(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    """Write the KV blocks of each request to the first rows of the host block table; entries after them are kept."""
+    num_blocks = np.fromiter((len(request.block_ids) for request in requests), np.int32, len(requests))
+    table = buffers.host_block_table()[: len(requests)]
     blocks = chain.from_iterable(request.block_ids for request in requests)
     table[np.arange(table.shape[1]) < num_blocks[:, None]] = np.fromiter(blocks, np.int32, int(num_blocks.sum()))
 

@@ -55,11 +55,15 @@ def compile_ahead(
 
 
 def warm_up(model: StepModel, runner: StepRunner) -> None:
-    """Launch each kernel of a model and its drafter once, to compile those still missing; call it between steps."""
+    """Launch each kernel of a model and its drafter once, to compile those still missing; call it between steps.
+
+    Also capture the drafter's CUDA graphs if it has none.
+    """
     if runner.memory.state_pool.device.type == "cuda":
         with progress(_LAUNCHES):
             rehearse(model, runner)
             runner.planner.warmup()
+            runner.planner.capture_if_wanted(runner.memory.below.drain)
 
 
 def warm_up_prefill(model: StepModel, runner: StepRunner) -> None:

@@ -152,6 +152,28 @@ def test_drafter_without_an_engine_says_what_it_needs(loaded: Loaded) -> None:
         _ = MTPDrafter(model.model, model.mtp).chain.context
 
 
+def test_second_engine_with_the_same_drafter_is_refused(loaded: Loaded) -> None:
+    case, model = loaded
+    assert model.mtp is not None
+    drafter, config = MTPDrafter(model.model, model.mtp), served_config(case, num_speculative_tokens=2)
+    engine = build_engine(model.model, config, drafter=drafter)
+    with pytest.raises(ValueError, match="one drafter for each engine"):
+        build_engine(model.model, config, drafter=drafter)
+    engine.close()
+    build_engine(model.model, config, drafter=drafter).close()
+
+
+def test_warmup_changes_no_state_and_no_real_block(loaded: Loaded) -> None:
+    drafter = Conversation(loaded, 2, top_k=1).drafter
+    memory = drafter.chain.context.memory
+    states, entries = [tensor.clone() for tensor in memory.state_pool.tensors], drafter.chain.kv_cache.clone()
+    drafter.warmup()
+    assert all(map(torch.equal, states, memory.state_pool.tensors))
+    is_real = torch.arange(entries.shape[2]) != memory.geometry.dummy_block
+    assert torch.equal(entries[:, :, is_real], drafter.chain.kv_cache[:, :, is_real])
+    assert not torch.equal(entries, drafter.chain.kv_cache)
+
+
 def test_passes_in_graphs_draft_the_same(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padded passes of captured batch sizes draft what passes of the exact batch size do."""
 

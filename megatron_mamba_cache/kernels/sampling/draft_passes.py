@@ -1,4 +1,4 @@
-"""Move on from one drafted token of each request to the next, on the device.
+"""Advance each request from one draft token to the next, on the device.
 
 A drafter that writes keys and values into a request's KV blocks computes its tokens one pass after another. Between two
 passes, `advance_drafts` stores the tokens that the last pass found, and makes them the inputs of the next one.

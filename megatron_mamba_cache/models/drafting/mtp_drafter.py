@@ -15,6 +15,7 @@ from ...step.captured_shapes import batch_sizes
 from ...step.graphs import device_reason
 from ...step.model import WeightAddresses
 from ...step.recorder import CudaRecorder, without_collections
+from ...step.warmup import batch_sizes as warmup_sizes
 from .mtp_passes import MTPPasses
 
 
@@ -71,10 +72,10 @@ class MTPDrafter:
         if self._short_list is not None:
             self._short_list.forget(request_id)
 
+    @torch.inference_mode()
     def warmup(self) -> None:
-        """Launch the kernels of all batch sizes once, and capture them."""
-        if self.wants_graphs:
-            self.capture()
+        """Launch all kernels of passes once, to compile those still missing."""
+        self._passes_here().rehearse(warmup_sizes(self.chain.context.cache_config.max_requests))
 
     @torch.inference_mode()
     def capture(self) -> None:
@@ -83,9 +84,9 @@ class MTPDrafter:
         passes, config = self._passes_here(), self.chain.context.cache_config
         if not config.num_cuda_graphs or device_reason(passes.memory) is not None:
             return
+        self._captured_at = self.chain.weight_addresses()  # before graphs exist, because a later one may fail
         with without_collections():
             passes.capture(CudaRecorder(), batch_sizes(config.num_cuda_graphs, config.max_requests))
-        self._captured_at = self.chain.weight_addresses()
 
     @torch.inference_mode()
     def check_weights(self) -> None:
@@ -96,7 +97,7 @@ class MTPDrafter:
             self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop the graphs and what else uses the engine's memory; both are made again for the next drafts."""
+        """Drop the graphs and all else that uses the engine's memory; both are made again for the next drafts."""
         self._passes = self._captured_at = None
         self.wants_graphs = True
 

@@ -8,6 +8,7 @@ size holds a pass, and is replayed once for each draft.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +19,7 @@ from ...mcore.mtp_head import MTPStep
 from ...policy.requests import RunningRequest
 from ...recurrences.batches import PAD_SLOT
 from ...recurrences.hidden_states import HIDDEN, last_hidden_states
+from ...step.batch import write_block_table
 from ...step.buffers import HostCopy, StepBuffers, StepLimits
 from ...step.memory import CacheMemory
 from ...step.recorder import Recorder
@@ -25,9 +27,14 @@ from ...step.recorder import Recorder
 
 @dataclass(frozen=True, slots=True)
 class _CapturedPasses:
-    """Recorded passes of one batch size: `begin` reads the hidden states, `repeat` computes one draft per request."""
+    """Recorded passes of one batch size: `begin` reads the hidden states, `repeat` computes one draft per request.
+
+    Args:
+        rotary: Table that the graphs read; held here so that it is not freed, as Megatron caches only few tables.
+    """
 
     attention: CapturedAttention
+    rotary: Tensor | None
     begin: Callable[[], None]
     repeat: Callable[[], None]
 
@@ -54,6 +61,13 @@ class MTPPasses:
         self._hidden = torch.zeros_like(memory.state_pool.hidden_states.live[HIDDEN][:1, 0]).repeat(rows, 1)
         self._captured: dict[int, _CapturedPasses] = {}
 
+    def rehearse(self, sizes: Iterable[int]) -> None:
+        """Launch the kernels of passes of these batch sizes once, with padding requests."""
+        for size in sizes:
+            self._send((), (), size)
+            self._read_hidden_states(size)
+            self._compute(size, self.memory.attention.plan(self._attention_rows(size, [1] * size)))
+
     def capture(self, recorder: Recorder, sizes: Iterable[int]) -> None:
         """Record passes for these batch sizes."""
         for size in sorted(sizes, reverse=True):  # largest first, so that smaller graphs reuse its memory
@@ -69,7 +83,9 @@ class MTPPasses:
                 self._compute(size, attention.begin())
                 return ()
 
-            self._captured[size] = _CapturedPasses(attention, recorder.record(begin)[1], recorder.record(repeat)[1])
+            self._captured[size] = _CapturedPasses(
+                attention, self._chain.rotary(self._longest), recorder.record(begin)[1], recorder.record(repeat)[1]
+            )
 
     def draft(self, requests: Sequence[RunningRequest], lengths: Sequence[int]) -> list[list[int]]:
         """Return the most likely next tokens of requests, at least as many of each as `lengths` says.
@@ -111,16 +127,16 @@ class MTPPasses:
         newest = buffers.host("computed")[:size]
         table = buffers.host_block_table()
         table[number:size, 0] = geometry.dummy_block
-        for row, request in enumerate(requests):
-            table[row, : len(request.block_ids)] = request.block_ids
-            buffers.host_int64("token_ids")[row] = request.tokens(request.computed, request.computed + 1)[0]
+        write_block_table(requests, buffers)
+        tokens = [request.tokens(request.computed, request.computed + 1)[0] for request in requests]
+        buffers.host_int64("token_ids")[:number] = tokens
         buffers.host_int64("token_positions")[:size] = newest
-        rows, offsets = range(size), newest % geometry.block_size
+        rows, offsets = np.arange(size), newest % geometry.block_size
         buffers.host("token_blocks")[:size] = table[rows, newest // geometry.block_size]
         buffers.host("token_offsets")[:size] = offsets
         buffers.host("kv_lengths")[:size] = newest + 1
         buffers.host("last_block_lens")[:size] = offsets + 1
-        buffers.host("cu_query")[: size + 1] = range(size + 1)
+        buffers.host("cu_query")[: size + 1] = np.arange(size + 1)
         buffers.send(size)
 
     def _read_hidden_states(self, size: int) -> None:
