@@ -180,9 +180,14 @@ class Positions:
             self._num_drafts //= 2
 
     def factors(self, num_positions: int) -> list[float]:
-        """Return the numbers of rejections at the first positions, relative to the expected ones."""
+        """Return the numbers of rejections at the first positions, relative to the expected ones.
+
+        They are relative to those at all positions, because the acceptance probability accounts for these.
+        """
+        weight = _POSITION_WEIGHT
+        overall = (sum(self._rejected) + weight) / (sum(self._expected) + weight)
         pairs = zip(self._rejected[:num_positions], self._expected, strict=False)
-        return [(rejected + _POSITION_WEIGHT) / (expected + _POSITION_WEIGHT) for rejected, expected in pairs]
+        return [(rejected / overall + weight) / (expected + weight) for rejected, expected in pairs]
 
 
 class ShadowDrafts:

@@ -81,12 +81,13 @@ def test_acceptance_probabilities_of_zero_and_one_are_supported(probability: flo
 
 @given(st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6), CHANCES), max_size=40))
 def test_rejections_by_position_are_relative_to_the_expected_ones(drafts: list[tuple[int, int, float]]) -> None:
-    found, rejected, expected = Positions(4), [4.0] * 4, [4.0] * 4
+    found, rejected, expected = Positions(4), [0.0] * 4, [0.0] * 4
     for num_drafted, kept, chance in drafts:
         num_accepted = min(num_drafted, kept)
         found.note(num_drafted, num_accepted, chance)
         for position in range(min(num_drafted, num_accepted + 1, 4)):
             expected[position] += 1 - chance
             rejected[position] += position == num_accepted
-    factors = [number / count for number, count in zip(rejected, expected, strict=True)]
+    overall = (sum(rejected) + 4) / (sum(expected) + 4)
+    factors = [(number / overall + 4) / (count + 4) for number, count in zip(rejected, expected, strict=True)]
     assert found.factors(4) == pytest.approx(factors) and found.factors(2) == pytest.approx(factors[:2])

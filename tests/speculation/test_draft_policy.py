@@ -184,7 +184,7 @@ def test_drafts_limited_by_the_budget_are_dropped_if_too_few_remain() -> None:
 def test_drafting_resumes_when_drafts_become_accurate(num_requests: int, shadows: bool) -> None:
     time, policy = time_of(MODELS["nano"]), policy_of("nano", shadows=shadows)
     useless = simulate(policy, time, num_requests, lambda _id: 0.0, num_steps=400)
-    useful = simulate(policy, time, num_requests, lambda _id: 0.95, num_steps=400)
+    useful = simulate(policy, time, num_requests, lambda _id: 0.95, num_steps=800)  # trials are 256 steps apart
     print(f"{useless.num_drafted / num_requests} drafts, then {useful.num_drafted / num_requests} of a request")
     assert useless.num_drafted < 60 * num_requests and useful.num_drafted > (1200 if shadows else 500) * num_requests
 
