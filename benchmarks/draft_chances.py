@@ -32,7 +32,6 @@ from step_cost import DraftSpeed, Recording, record_on
 from turn_latency import some_tokens
 
 from megatron_mamba_cache.command_line.quiet import own_warnings_hidden, quiet_libraries
-from megatron_mamba_cache.speculation.short_list import ShortList
 
 ROWS = (1, 8, 32)
 CHANCES = (0.9, 0.7, 0.5, 0.3, 0.15, 0.0)
@@ -69,12 +68,12 @@ class Drafted:
         """Return the drafter of an engine."""
         return known if self.head is None else KnownHeadDrafter(self.model, self.head, known)
 
-    def most(self, engine: Any, rows: int, chance: float) -> float | None:
+    def most(self, engine: Any, drafter: Any, rows: int, chance: float) -> float | None:
         """Return the speedup that follows from bytes alone; None without a head."""
         if self.head is None:
             return None
         plain = step_bytes(self.model, engine, PROMPT + REPLY // 2, rows)
-        listed = len(ShortList.of(self.model) or range(self.model.vocab_size))
+        listed = len(drafter.chain.short_list or range(self.model.vocab_size))
         verify = plain + experts_bytes(self.model, rows * (1 + self.num_drafts)) - experts_bytes(self.model, rows)
         of_head = sum(weight.nbytes for weight in self.head.parameters()) - experts_bytes(self.head)
         chain = self.num_drafts * (
@@ -100,15 +99,16 @@ def _speeds(drafted: Drafted, rows: int, chances: Sequence[float]) -> list[Chanc
     replies = _without_drafts(model, shape, prompts).replies
     found: dict[bool, list[DraftSpeed]] = {False: [], True: []}
     for adaptive, speeds in found.items():
-        drafter, served = ChanceDrafter(shape.vocab_size, RUN_LENGTH), replace(shape, adaptive_drafts=adaptive)
-        drafter.replies, drafter.chance = replies, chances[0]
-        with serving_engine(model, served, MODES["full"], drafted.num_drafts, drafted.drafter(drafter)) as engine:
-            most = [drafted.most(engine, rows, chance) for chance in chances]
+        known, served = ChanceDrafter(shape.vocab_size, RUN_LENGTH), replace(shape, adaptive_drafts=adaptive)
+        known.replies, known.chance = replies, chances[0]
+        drafter = drafted.drafter(known)
+        with serving_engine(model, served, MODES["full"], drafted.num_drafts, drafter) as engine:
+            most = [drafted.most(engine, drafter, rows, chance) for chance in chances]
             record_on(engine, prompts, NUM_FIRST, RUN_LENGTH * len(chances))
-            for number, drafter.chance in enumerate(chances):
+            for number, known.chance in enumerate(chances):
                 run = record_on(engine, prompts, REPLY, RUN_LENGTH * number)
                 if run.replies != replies:
-                    raise RuntimeError(f"drafts of accuracy {drafter.chance} changed one of {rows} replies")
+                    raise RuntimeError(f"drafts of accuracy {known.chance} changed one of {rows} replies")
                 speeds.append(run.speed)
     without = _without_drafts(model, shape, prompts).speed
     return [

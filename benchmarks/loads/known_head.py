@@ -11,14 +11,13 @@ from megatron_mamba_cache.mcore.mtp_head import MTPHead
 from megatron_mamba_cache.models.drafting.mtp_drafter import MTPDrafter
 from megatron_mamba_cache.models.mtp_head import build_mtp_head, head_architecture
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from megatron_mamba_cache.speculation.short_list import ShortList
 
 
 class KnownHeadDrafter(MTPDrafter):
     """Computes all drafts with the head, then proposes those of `known` instead."""
 
     def __init__(self, model: Any, head: MTPHead, known: ChanceDrafter) -> None:
-        super().__init__(model, head, ShortList.of(model))
+        super().__init__(model, head)
         self._known = known
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:

@@ -4,6 +4,7 @@ import math
 from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +27,6 @@ from ..models.tokenizers.hugging_face_tokenizer import HuggingFaceTokenizer, loa
 from ..models.tokenizers.token_reader import image_tokens_of
 from ..speculation.drafter import Drafter
 from ..speculation.prompt_lookup import AutoDrafter, PromptLookupDrafter
-from ..speculation.short_list import ShortList
 from .expected_memory import DTYPES, Settings, dtype_of_weights, errors_of_settings
 from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory
@@ -158,14 +158,8 @@ def drafter_maker(
     if model.mtp is not None:
         if is_split():
             raise UsageError(f"{_MTP_FLAG} needs a model in a single process; use --drafter prompt-lookup")
-        short_list, head = ShortList.of(model.model), model.mtp
-        is_alone = arguments.drafter == "mtp"
-
-        def with_head(_: CacheConfig) -> Drafter | AutoDrafter:
-            found = MTPDrafter(model.model, head, short_list)
-            return found if is_alone else AutoDrafter(found)
-
-        return with_head
+        make = partial(MTPDrafter, model.model, model.mtp)
+        return (lambda _: make()) if arguments.drafter == "mtp" else (lambda _: AutoDrafter(make()))
     directory = draft_directory(arguments)
     if directory is None:
         return lambda _: PromptLookupDrafter()
