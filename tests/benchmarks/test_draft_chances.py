@@ -28,6 +28,7 @@ def test_acceptance_grows_with_draft_accuracy(monkeypatch: pytest.MonkeyPatch, h
     for one in found:
         for speed in (one.always, one.adaptive):
             assert 0.1 * one.chance <= speed.accepted <= one.chance + 0.25  # drafts after a wrong draft are rejected
-        assert (one.always.tokens_per_step > 1.2 * one.num_rows) == (one.chance > 0)
+            if speed is one.always or not has_head:  # drafts of a head take time, which may not pay
+                assert (speed.tokens_per_step > 1.2 * one.num_rows) == (one.chance > 0)
         assert (one.most is not None) == has_head
     assert benchmark.line_of(found[-2]).startswith("| 3 | 50% | ")

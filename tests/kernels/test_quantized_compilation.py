@@ -142,7 +142,8 @@ def test_split_tokens_compile_once_a_range_and_leave_registers_to_the_next_kerne
         tiles = split_token_tiles(16 if count <= 16 else 32 if count <= 32 else 64, outputs, 120, 120)
         multiply_split_tokens(split_tokens(x, tiles.tokens), matrix, out, tiles)
     for kernel in (multiplying, splitting, adding):
-        assert len(kernel.compiled) == 1 and spilled_bytes(kernel.cubins[0], tmp_path) <= FEW_BYTES  # 0 with Triton 3.6
+        most = FEW_BYTES if kernel is multiplying and counts[-1] == 64 else 0
+        assert len(kernel.compiled) == 1 and spilled_bytes(kernel.cubins[0], tmp_path) <= most
     assert multiplying.shared_bytes[0] <= HOPPER_SHARED_BYTES
     ptx = multiplying.ptx[0]
     registers = int(re.search(r"\.maxnreg (\d+)", ptx)[1])

@@ -86,5 +86,5 @@ def test_replies_stay_valid_with_drafts_of_a_head(is_call: bool, seeds: range, l
     check = is_valid_call if is_call else is_valid
     ended = [index for index in range(len(requests)) if drafted[index][-1:] == [END]]
     print(f"{len(ended)} of {len(requests)} replies ended")
-    assert len(ended) >= 0.6 * len(requests)
+    assert len(ended) >= (0.6 if is_call and len(requests) > 8 else 0.75) * len(requests)
     assert all(check(schemas[index], drafted[index]) for index in ended)
