@@ -204,6 +204,8 @@ def test_experts_on_hopper_compile_once_a_range_with_matmuls_that_overlap_decodi
         assert waits == (["1", "0"] if form == "FP8 blocks" else ["0", "1", "0"])
         assert "cp.async.bulk.tensor.2d" in ptx
         assert ("cp.async.cg.shared.global" in ptx) == is_first
+        of_scales = 0 if form != "NVFP4" else 4 if is_first else 16  # for each thread of four warps, or of one
+        assert ptx.count("cp.async.ca.shared.global") == of_scales
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -15,8 +15,8 @@ from triton.language.core import _aggregate as aggregate
 
 from ..gluon_common import await_then_release, copy_gathered, reinterpret
 from ..overlap import overlapping
-from ..quantized.code_tiles import DECODE_QUADS, NVFP4_SCALES
 from ..quantized.few_token_gemm import scales_of_kernel
+from ..quantized.fp4_codes import DECODE_QUADS, NVFP4_SCALES
 from ..quantized.quantized_matrix import RUN, QuantizedMatrix
 from .gemm_pipeline import (
     DEPTH,

@@ -30,9 +30,11 @@ from ..overlap import overlapping
 from ..quantized.few_token_gemm import scales_of_kernel
 from ..quantized.quantized_matrix import QuantizedMatrix
 from .gemm_tiles import rows_of_short_tile
-from .quantized_operands import RUN_WORDS, RUNS, decoded_fp8, decoded_mxfp4, decoded_nvfp4, load_scales
+from .quantized_operands import decoded_fp8, decoded_mxfp4, decoded_nvfp4, load_scales
 from .quantized_pipeline import (
     BOX_ROWS,
+    RUN_WORDS,
+    RUNS,
     WORDS,
     Sizes,
     allocate_pipeline,
@@ -53,15 +55,16 @@ _MOST_STAGES = 6
 
 
 @gluon.jit
-def _decoded(pipeline, stage, BOX: gl.constexpr, scale, sizes, WEIGHTS: gl.constexpr):
+def _decoded(pipeline, stage, BOX: gl.constexpr, scale, sizes, WEIGHTS: gl.constexpr, OF_RUNS: gl.constexpr):
     """Return the weights of a box of a stage; those of FP8 without its scale."""
     words = pipeline.codes.index(stage * 2 + BOX).load(WEIGHTS)
     if sizes.BITS == 8:
         weights = decoded_fp8(words, WEIGHTS)
-    elif sizes.BLOCK_COLUMNS == 32:
-        weights = decoded_mxfp4(words.reshape([BOX_ROWS, RUNS, RUN_WORDS]), scale, WEIGHTS)
+    elif sizes.IS_NVFP4:
+        fours = pipeline.scales.index(stage).slice(BOX * BOX_ROWS, BOX_ROWS).load(OF_RUNS)
+        weights = decoded_nvfp4(words.reshape([BOX_ROWS, RUNS, RUN_WORDS]), fours, WEIGHTS)
     else:
-        weights = decoded_nvfp4(words.reshape([BOX_ROWS, RUNS, RUN_WORDS]), scale, WEIGHTS)
+        weights = decoded_mxfp4(words.reshape([BOX_ROWS, RUNS, RUN_WORDS]), scale, WEIGHTS)
     return weights
 
 
@@ -73,7 +76,7 @@ def _empty(pipeline, step, sizes, is_used):
 
 
 @gluon.jit
-def _sum_steps(pipeline, scales, scale, unit, following, step, sizes, SUMS: gl.constexpr, FOURS: gl.constexpr):
+def _sum_steps(pipeline, scales, scale, unit, following, step, sizes, SUMS: gl.constexpr, OF_RUNS: gl.constexpr):
     """Return the sums [64, ROWS] of both boxes of a unit, and the scales of the first step of the following unit.
 
     Tensor cores multiply a box while the warps decode the next one, also from step to step.
@@ -89,17 +92,17 @@ def _sum_steps(pipeline, scales, scale, unit, following, step, sizes, SUMS: gl.c
     weights = gl.zeros([BOX_ROWS, sizes.DEPTH], gl.bfloat16, layout=WEIGHTS)
     for k in range(sizes.STEPS):
         stage = (step + k) % sizes.STAGES
-        found = load_scales(scales, unit, following, k + 1, sizes, FOURS)
+        found = load_scales(scales, unit, following, k + 1, sizes, OF_RUNS)
         mbarrier.wait(pipeline.full.index(stage), (step + k) // sizes.STAGES & 1)
         if sizes.DIVISOR > 0:
             fence_async_shared()  # gathered rows are not written by TMA, so wgmma needs a fence
         rows = pipeline.rows.index(stage).permute((1, 0))
-        of_first = _decoded(pipeline, stage, 0, scale[0], sizes, WEIGHTS)
+        of_first = _decoded(pipeline, stage, 0, scale[0], sizes, WEIGHTS, OF_RUNS)
         if not HAS_BLOCKS:  # the second box of the previous step
             second, weights = warpgroup_mma_wait(0, deps=[second, weights])
             _empty(pipeline, step + k - 1, sizes, k > 0)
         begun = warpgroup_mma(of_first, rows, nothing if HAS_BLOCKS else first, use_acc=not HAS_BLOCKS, is_async=True)
-        weights = _decoded(pipeline, stage, 1, scale[1], sizes, WEIGHTS)
+        weights = _decoded(pipeline, stage, 1, scale[1], sizes, WEIGHTS, OF_RUNS)
         products = warpgroup_mma(
             weights, rows, nothing if HAS_BLOCKS else second, use_acc=not HAS_BLOCKS, is_async=True
         )
@@ -142,17 +145,17 @@ def _multiply(pipeline, tiles, scales, factors, out, sizes):
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, sizes.ROWS, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, SUMS, 2)
     any_words = gl.zeros([BOX_ROWS, WORDS], gl.int16, layout=WEIGHTS).reshape([BOX_ROWS, RUNS, RUN_WORDS])
-    FOURS: gl.constexpr = gl.SliceLayout(2, any_words.type.layout)  # of the scales of the runs of words
+    OF_RUNS: gl.constexpr = gl.SliceLayout(2, any_words.type.layout)  # of the scales of the runs of words
     num_units = gl.load(tiles) * sizes.TILES
     unit = find_unit(tiles, gl.program_id(0), num_units, sizes)
-    scale = load_scales(scales, unit, unit, 0, sizes, FOURS)
+    scale = load_scales(scales, unit, unit, 0, sizes, OF_RUNS)
     step = 0
     for number in range(gl.program_id(0), num_units, gl.num_programs(0)):
         following = find_unit(tiles, number + gl.num_programs(0), num_units, sizes)  # loaded early to hide latency
         if sizes.HAS_FACTORS:
             factor, other = _load_factors(factors, unit, 0, sizes, SUMS), _load_factors(factors, unit, 1, sizes, SUMS)
-        first, second, scale = _sum_steps(pipeline, scales, scale, unit, following, step, sizes, SUMS, FOURS)
-        if sizes.BITS == 4 and sizes.BLOCK_COLUMNS == 16:
+        first, second, scale = _sum_steps(pipeline, scales, scale, unit, following, step, sizes, SUMS, OF_RUNS)
+        if sizes.IS_NVFP4:
             first, second = first * 65536.0, second * 65536.0  # scales are times 2^110, and codes times 2^-126
         if sizes.HAS_FACTORS:
             first, second = first * factor[:, None], second * other[:, None]
@@ -187,13 +190,15 @@ def _quantized_experts_hopper_kernel(
     work = (pipeline, tiles, scales, factors, out, sizes)
     if DIVISOR > 0:
         gl.warp_specialize(
-            [(_multiply, work), (gather, (codes, x, x_stride, pairs, pipeline, tiles, sizes))], [4], [FILL_REGISTERS]
+            [(_multiply, work), (gather, (codes, scales, x, x_stride, pairs, pipeline, tiles, sizes))],
+            [4],
+            [FILL_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
                 (_multiply, work),
-                (fill_with_codes, (codes, pipeline, tiles, sizes)),
+                (fill_with_codes, (codes, scales, pipeline, tiles, sizes)),
                 (fill_with_rows, (rows, pipeline, tiles, sizes)),
             ],
             [1, 1],
@@ -240,7 +245,8 @@ def multiply_on_hopper(
     tiles, rows = order.short_tiles, rows_of_short_tile(len(order.pairs), len(weight.words))
     is_gated, is_fp4 = activation == "gated_silu", weight.code_bits == 4
     depth = 64 * 16 // weight.code_bits
-    stages = min(_SHARED_BYTES // (2 * 64 * 64 * 2 + rows * depth * 2), _MOST_STAGES)
+    scale_bytes = 2 * 64 * 4 * 4 if weight.block_columns == 16 else 0
+    stages = min(_SHARED_BYTES // (2 * 64 * 64 * 2 + rows * depth * 2 + scale_bytes), _MOST_STAGES)
     outputs = out.shape[1]
     most_units = (len(tiles) - 1) * triton.cdiv(outputs, 64 if is_gated else 128)
     _quantized_experts_hopper_kernel[(min(resident_programs(x.device, 2), most_units),)](

@@ -3,14 +3,9 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..quantized.code_tiles import DECODE_PAIRS, DECODE_QUADS, NVFP4_SCALES
-from ..quantized.quantized_matrix import RUN
-from .quantized_pipeline import BOX_ROWS, WORDS, Unit, weights_of
-
-RUN_WORDS = gl.constexpr(RUN)
-"""Words of a run."""
-RUNS = gl.constexpr(64 // RUN)
-"""Runs that a step takes of each row of weights."""
+from ..quantized.code_tiles import DECODE_PAIRS
+from ..quantized.fp4_codes import DECODE_QUADS, NVFP4_SCALES, quads_ptx
+from .quantized_pipeline import BOX_ROWS, RUN_WORDS, RUNS, WORDS, Unit, weights_of
 
 
 @gluon.jit
@@ -48,25 +43,20 @@ def _joined(values, WEIGHTS: gl.constexpr):
     return gl.convert_layout(quads.permute([0, 1, 4, 3, 2]).reshape([BOX_ROWS, WORDS * 4]), WEIGHTS)
 
 
-_MXFP4_SCALES = gl.constexpr(
+MXFP4_SCALES = gl.constexpr(
     """{
     prmt.b32 $0, $2, 0, 0x4040; prmt.b32 $1, $2, 0, 0x4141; shl.b32 $0, $0, 7; shl.b32 $1, $1, 7;
     }"""
 )
 """PTX for the two E8M0 scales of a run, as pairs of equal bf16 numbers."""
-_DECODE_MXFP4 = gl.constexpr(
-    """{
-    .reg .b32 code, rest, high; mov.b32 high, 0x7E807E80;
-    and.b32 code, $4, 0x000F000F; mul.lo.u32 code, code, 4160; and.b32 code, code, 0x81C081C0;
-    mul.bf16x2 code, code, high; mul.bf16x2 $0, code, $5;
-    and.b32 code, $4, 0x00F000F0; mul.lo.u32 code, code, 260; and.b32 code, code, 0x81C081C0;
-    mul.bf16x2 code, code, high; mul.bf16x2 $1, code, $5;
-    shr.u32 rest, $4, 8;
-    and.b32 code, rest, 0x000F000F; mul.lo.u32 code, code, 4160; and.b32 code, code, 0x81C081C0;
-    mul.bf16x2 code, code, high; mul.bf16x2 $2, code, $7;
-    and.b32 code, rest, 0x00F000F0; mul.lo.u32 code, code, 260; and.b32 code, code, 0x81C081C0;
-    mul.bf16x2 code, code, high; mul.bf16x2 $3, code, $7;
-    }"""
+DECODE_MXFP4 = gl.constexpr(
+    quads_ptx(
+        *(
+            f"mul.bf16x2 code, code, high; mul.bf16x2 ${number}, code, ${scale};"
+            for number, scale in enumerate((5, 5, 7, 7))
+        ),
+        begin=".reg .b32 high; mov.b32 high, 0x7E807E80;",
+    )
 )
 """PTX for the codes of two words times the scales of the first one: as `DECODE_QUADS`, with the whole range of E8M0."""
 
@@ -74,17 +64,17 @@ _DECODE_MXFP4 = gl.constexpr(
 @gluon.jit
 def decoded_mxfp4(words, twos, WEIGHTS: gl.constexpr):
     """Return the weights [64, 256] of words [64, 4, 16], times their scales; values only change their register."""
-    found = gl.inline_asm_elementwise(_MXFP4_SCALES, "=&r,=&r,r", [twos], (gl.int32, gl.int32), True, 1)
+    found = gl.inline_asm_elementwise(MXFP4_SCALES, "=&r,=&r,r", [twos], (gl.int32, gl.int32), True, 1)
     LAYOUT: gl.constexpr = words.type.layout
     zero = gl.zeros([BOX_ROWS, RUNS, RUN_WORDS], gl.int32, layout=LAYOUT)
     given = [words, found[0][:, :, None] + zero, found[1][:, :, None] + zero]
-    values = gl.inline_asm_elementwise(_DECODE_MXFP4, "=&r,=&r,=&r,=r,r,r,r,r,r", given, _four(gl.bfloat16), True, 2)
+    values = gl.inline_asm_elementwise(DECODE_MXFP4, "=&r,=&r,=&r,=r,r,r,r,r,r", given, _four(gl.bfloat16), True, 2)
     return _joined(values, WEIGHTS)
 
 
 @gluon.jit
-def _load_fours(scales, unit, BOX: gl.constexpr, k, sizes, LAYOUT: gl.constexpr):
-    """Load the scales of the runs of a box in step `k`, [64, 4] integers; 0 for missing runs."""
+def _load_twos(scales, unit, BOX: gl.constexpr, k, sizes, LAYOUT: gl.constexpr):
+    """Load the scales of MXFP4's runs of a box in step `k`, [64, 4] integers; 0 for missing runs."""
     OF_EXPERT: gl.constexpr = (2 if sizes.IS_GATED else 1) * sizes.OUTPUTS
     OF_ROW: gl.constexpr = sizes.INPUTS // (4 * RUN_WORDS)
     row = gl.arange(0, BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -104,8 +94,8 @@ def _load_scale(scales, unit, BOX: gl.constexpr, k, sizes):
 
 
 @gluon.jit
-def load_scales(scales, unit, following, k, sizes, FOURS: gl.constexpr):
-    """Return what the weights of both boxes in step `k` are multiplied with; two zeros for FP8 without blocks.
+def load_scales(scales, unit, following, k, sizes, OF_RUNS: gl.constexpr):
+    """Return what the weights of both boxes in step `k` are multiplied with; two zeros if it is not in global memory.
 
     Step STEPS is the first one of the following unit.
     """
@@ -113,8 +103,8 @@ def load_scales(scales, unit, following, k, sizes, FOURS: gl.constexpr):
     expert, output = gl.where(is_last, following.expert, unit.expert), gl.where(is_last, following.output, unit.output)
     its = Unit(expert, unit.first, unit.last, output)
     k = gl.where(is_last, 0, k)
-    if sizes.BITS == 4:
-        found = (_load_fours(scales, its, 0, k, sizes, FOURS), _load_fours(scales, its, 1, k, sizes, FOURS))
+    if sizes.BITS == 4 and not sizes.IS_NVFP4:
+        found = (_load_twos(scales, its, 0, k, sizes, OF_RUNS), _load_twos(scales, its, 1, k, sizes, OF_RUNS))
     elif sizes.HAS_BLOCKS:
         found = (_load_scale(scales, its, 0, k, sizes), _load_scale(scales, its, 1, k, sizes))
     else:

@@ -11,9 +11,14 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.core import _aggregate as aggregate
 
 from ..gluon_common import await_then_release, copy_gathered, load_tile
+from ..quantized.quantized_matrix import RUN
 
 WORDS = gl.constexpr(64)
 """Words of each row of weights in a step."""
+RUN_WORDS = gl.constexpr(RUN)
+"""Words of a run."""
+RUNS = gl.constexpr(64 // RUN)
+"""Runs that a step takes of each row of weights."""
 BOX_ROWS = gl.constexpr(64)
 """Rows of weights that are multiplied at once; a unit has two times as many."""
 
@@ -35,6 +40,7 @@ class Sizes:
     BLOCK_COLUMNS: gl.constexpr
     HAS_BLOCKS: gl.constexpr
     HAS_FACTORS: gl.constexpr
+    IS_NVFP4: gl.constexpr
     DEPTH: gl.constexpr
     STEPS: gl.constexpr
     TILES: gl.constexpr
@@ -59,6 +65,7 @@ class Sizes:
         self.BLOCK_COLUMNS = gl.constexpr(BLOCK_COLUMNS)
         self.HAS_BLOCKS = gl.constexpr(HAS_BLOCKS)
         self.HAS_FACTORS = gl.constexpr(HAS_FACTORS)
+        self.IS_NVFP4 = gl.constexpr(BITS == 4 and BLOCK_COLUMNS == 16)
         self.DEPTH = gl.constexpr(depth)
         self.STEPS = gl.constexpr((INPUTS + depth - 1) // depth)
         self.TILES = gl.constexpr((OUTPUTS + outputs - 1) // outputs)
@@ -106,16 +113,21 @@ def weights_of(unit, BOX: gl.constexpr, sizes):
 
 @aggregate
 class Pipeline:
-    """Stages of codes [2 * BOX_ROWS, WORDS] and of rows [ROWS, DEPTH], and barriers for full and empty ones."""
+    """Stages of codes [2 * BOX_ROWS, WORDS] and of rows [ROWS, DEPTH], and barriers for full and empty ones.
+
+    With NVFP4 also the scales of runs [2 * BOX_ROWS, RUNS], four each: memory takes longer to answer than a step takes.
+    """
 
     codes: gl.shared_memory_descriptor
+    scales: gl.shared_memory_descriptor
     rows: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, codes, rows, full, empty):
+    def __init__(self, codes, scales, rows, full, empty):
         self.codes = codes
+        self.scales = scales
         self.rows = rows
         self.full = full
         self.empty = empty
@@ -124,10 +136,13 @@ class Pipeline:
 @gluon.jit
 def allocate_pipeline(codes, rows, sizes):
     """Allocate the pipeline with all stages empty; call it before warp specialization."""
-    # A stage is full after one arrival for codes, plus one for TMA rows or one per thread for gathered rows.
-    ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 1
+    # A stage is full after one arrival for codes, one for TMA rows, and one per thread that copies rows or scales.
+    ARRIVALS: gl.constexpr = 1 + 128 if sizes.DIVISOR > 0 else 1 + 1 + (32 if sizes.IS_NVFP4 else 0)
+    SCALES: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    SHAPE: gl.constexpr = [sizes.STAGES, 2 * BOX_ROWS, RUNS] if sizes.IS_NVFP4 else [1, 1, RUNS]
     pipeline = Pipeline(
         gl.allocate_shared_memory(gl.int16, [sizes.STAGES * 2, BOX_ROWS, WORDS], codes.layout),
+        gl.allocate_shared_memory(gl.int32, SHAPE, SCALES),
         gl.allocate_shared_memory(gl.bfloat16, [sizes.STAGES, sizes.ROWS, sizes.DEPTH], rows.layout),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
         gl.allocate_shared_memory(gl.int64, [sizes.STAGES, 1], mbarrier.MBarrierLayout()),
@@ -157,15 +172,33 @@ def _copy_codes(codes, pipeline, stage, unit, k, sizes):
 
 
 @gluon.jit
-def fill_with_codes(codes, pipeline, tiles, sizes):
-    """Load the codes of all units of this program into empty stages; on one warp."""
+def _copy_scales(scales, pipeline, stage, unit, k, sizes, WARPS: gl.constexpr):
+    """Start to load the scales of step `k` of a unit; missing ones are 0."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // RUNS, RUNS], [WARPS, 1], [1, 0])
+    OF_EXPERT: gl.constexpr = (2 if sizes.IS_GATED else 1) * sizes.OUTPUTS
+    OF_ROW: gl.constexpr = sizes.INPUTS // (4 * RUN_WORDS)
+    row = gl.arange(0, 2 * BOX_ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    run = k * RUNS + gl.arange(0, RUNS, layout=gl.SliceLayout(0, LAYOUT))
+    is_here = (row >= 0)[:, None] & (run < OF_ROW)[None, :]
+    row += gl.where(row < BOX_ROWS, weights_of(unit, 0, sizes), weights_of(unit, 1, sizes) - BOX_ROWS)
+    pointers = scales + (unit.expert * OF_EXPERT).to(gl.int64) * OF_ROW + (row[:, None] * OF_ROW + run[None, :])
+    copy_gathered(pipeline.scales.index(stage), pointers, mask=is_here)
+
+
+@gluon.jit
+def fill_with_codes(codes, scales, pipeline, tiles, sizes):
+    """Load the codes, and the scales of NVFP4, of all units of this program into empty stages; on one warp."""
     num_units = gl.load(tiles) * sizes.TILES
     step = 0
     for number in range(gl.program_id(0), num_units, gl.num_programs(0)):
         unit = find_unit(tiles, number, num_units, sizes)
         for k in range(sizes.STEPS):
+            stage = (step + k) % sizes.STAGES
             _await_empty(pipeline, step + k, sizes)
-            _copy_codes(codes, pipeline, (step + k) % sizes.STAGES, unit, k, sizes)
+            _copy_codes(codes, pipeline, stage, unit, k, sizes)
+            if sizes.IS_NVFP4:
+                _copy_scales(scales, pipeline, stage, unit, k, sizes, 1)
+                async_copy.mbarrier_arrive(pipeline.full.index(stage), increment_count=False)
         step += sizes.STEPS
 
 
@@ -189,8 +222,8 @@ def fill_with_rows(rows, pipeline, tiles, sizes):
 
 
 @gluon.jit
-def gather(codes, x, x_stride, pairs, pipeline, tiles, sizes):
-    """Load codes and gather rows for all units of this program into empty stages; on four warps."""
+def gather(codes, scales, x, x_stride, pairs, pipeline, tiles, sizes):
+    """Load codes and scales and gather rows for all units of this program into empty stages; on four warps."""
     LANES: gl.constexpr = sizes.DEPTH // 8
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     column = gl.arange(0, sizes.DEPTH, layout=gl.SliceLayout(0, LAYOUT))
@@ -204,6 +237,8 @@ def gather(codes, x, x_stride, pairs, pipeline, tiles, sizes):
             stage = (step + k) % sizes.STAGES
             _await_empty(pipeline, step + k, sizes)
             _copy_codes(codes, pipeline, stage, unit, k, sizes)
+            if sizes.IS_NVFP4:
+                _copy_scales(scales, pipeline, stage, unit, k, sizes, 4)
             if sizes.INPUTS % sizes.DEPTH == 0:
                 copy_gathered(pipeline.rows.index(stage), x + k * sizes.DEPTH + offsets)
             else:

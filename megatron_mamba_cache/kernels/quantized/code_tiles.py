@@ -7,8 +7,8 @@ exact in bf16. So products are exact, and sums are in fp32; scales of blocks mul
 import triton
 import triton.language as tl
 
-from ..kernel_language import appended
 from ..kernel_launches import INTERPRETED
+from .fp4_codes import decoded_quads, nvfp4_scales, of_words
 
 _IS_INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -49,97 +49,6 @@ def decoded_pairs(words):
             pack=2,
         )
     return low, high
-
-
-NVFP4_SCALES = tl.constexpr(
-    """{
-    .reg .b32 even, odd, high, higher;
-    mov.b32 high, 0x7B807B80; mov.b32 higher, 0x76807680;
-    shl.b32 even, $4, 4; and.b32 even, even, 0x07F007F0; mul.bf16x2 even, even, high; mul.bf16x2 even, even, higher;
-    shr.b32 odd, $4, 4; and.b32 odd, odd, 0x07F007F0; mul.bf16x2 odd, odd, high; mul.bf16x2 odd, odd, higher;
-    prmt.b32 $0, even, 0, 0x1010; prmt.b32 $1, odd, 0, 0x1010;
-    prmt.b32 $2, even, 0, 0x3232; prmt.b32 $3, odd, 0, 0x3232;
-    }"""
-)
-"""PTX of `nvfp4_scales`."""
-
-
-@triton.jit
-def nvfp4_scales(scales):
-    """Return the four scales of runs as pairs of equal bf16 numbers, times 2^110; exact.
-
-    Args:
-        scales: int32, each the four e4m3 scales of a run, none of which is negative.
-
-    Returns:
-        Four int32 tensors.
-    """
-    if _IS_INTERPRETED:
-        found = ()
-        for number in tl.static_range(4):
-            bits = ((scales >> (8 * number)) & 0x7F) << 20
-            value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36 * 1.2980742146337069e33
-            found = appended(found, value.to(tl.int32, bitcast=True))  # exact in bf16: the upper half is that number
-        pairs = found
-    else:
-        pairs = tl.inline_asm_elementwise(
-            NVFP4_SCALES, "=r,=r,=r,=r,r", [scales], dtype=(tl.int32,) * 4, is_pure=True, pack=1
-        )
-    return pairs
-
-
-DECODE_QUADS = tl.constexpr(
-    """{
-    .reg .b32 code, two;
-    and.b32 code, $4, 0x000F000F; mul.lo.u32 code, code, 4160; and.b32 code, code, 0x81C081C0; mul.bf16x2 $0, code, $5;
-    and.b32 code, $4, 0x00F000F0; mul.lo.u32 code, code, 260; and.b32 code, code, 0x81C081C0; mul.bf16x2 $1, code, $7;
-    shr.u32 two, $4, 8;
-    and.b32 code, two, 0x000F000F; mul.lo.u32 code, code, 4160; and.b32 code, code, 0x81C081C0; mul.bf16x2 $2, code, $9;
-    and.b32 code, two, 0x00F000F0; mul.lo.u32 code, code, 260; and.b32 code, code, 0x81C081C0; mul.bf16x2 $3, code, $11;
-    }"""
-)
-"""PTX of `decoded_quads` for two words at once; it reads the scales of the first one.
-
-A multiplication moves copies of a code, of which one has its sign in place and the other one its magnitude.
-"""
-
-
-@triton.jit
-def of_words(scales, RUN: tl.constexpr):
-    """Repeat what each run has, [rows, runs], for its words."""
-    ROWS: tl.constexpr = scales.shape[0]
-    RUNS: tl.constexpr = scales.shape[1]
-    return tl.reshape(tl.broadcast_to(scales[:, :, None], [ROWS, RUNS, RUN]), [ROWS, RUNS * RUN])
-
-
-@triton.jit
-def decoded_quads(words, first, second, third, fourth):
-    """Return the values of the four e2m1 codes of words, times a scale for each, in bf16; exact.
-
-    The bits of a code, moved to those of a bf16 number, mean 2^-126 of its value.
-
-    Args:
-        first, second, third, fourth: The scales of each; see `nvfp4_scales`.
-    """
-    if _IS_INTERPRETED:
-        bits = words.to(tl.int32)
-        values = ()
-        for number in tl.static_range(4):
-            code = bits >> (4 * number)
-            found = (((code & 8) << 28) | ((code & 7) << 22)).to(tl.float32, bitcast=True)
-            scale = first if number == 0 else second if number == 1 else third if number == 2 else fourth
-            values = appended(values, found * scale.to(tl.float32, bitcast=True))
-        result = values
-    else:
-        result = tl.inline_asm_elementwise(
-            DECODE_QUADS,
-            "=r,=r,=r,=r,r,r,r,r,r,r,r,r,r",
-            [words, first, second, third, fourth],
-            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16),
-            is_pure=True,
-            pack=2,
-        )
-    return result
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..kernel_language import appended
 from ..kernel_launches import launches_kernel
-from .code_tiles import decoded_quads, nvfp4_scales, of_words
+from .fp4_codes import code_of_word, decoded_quads, nvfp4_scales, of_words
 from .quantized_matrix import RUN, QuantizedMatrix
 
 _ROWS, _WORDS = 16, 128
@@ -80,7 +80,9 @@ def _dequantize_kernel(
     else:
         values = ()
         for number in tl.static_range(CODES):
-            value = _decoded((found.to(tl.int32) >> (number * BITS)) & ((1 << BITS) - 1), BITS)
+            bits = found.to(tl.int32)
+            code = code_of_word(bits, number) if BITS == 4 else (bits >> (8 * number)) & 255
+            value = _decoded(code, BITS)
             if GRID_COLUMNS > 0:
                 column = run * (CODES * RUN) + number * RUN
                 block = block_row[:, None] * GRID_COLUMNS + (column // BLOCK_COLUMNS)[None, :]

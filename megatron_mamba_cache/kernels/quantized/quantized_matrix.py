@@ -12,12 +12,20 @@ Five forms have one layout. Rows are outputs, columns are inputs:
 
 A factor belongs to one row, so parts of a fused matrix may have different ones.
 
-Codes are packed into words of 16 bits: two of e4m3 or four of e2m1, the first one in the lowest bits. A run of RUN
+Codes are packed into words of 16 bits: two of e4m3, the first one in the lowest bits, or four of e2m1. A run of RUN
 words has two or four times RUN columns: word i has columns i, RUN + i, ... of them. So the same bits of consecutive
 words are consecutive columns, and a tile of words is as many operands of tensor cores as a word has codes.
+
+The bits of an e2m1 code, its sign and the three of its magnitude, highest first, are bits of a word:
+
+| code | sign | magnitude |
+|---|---|---|
+| 0 | 15 | 8, 7, 6: those of a bf16 number that is 2^-126 of the code's value |
+| 1 | 5 | 14, 13, 12: the same once the bytes are swapped and moved by 2 bits |
+| 2 | 2 | 11, 10, 9: the same with 5 bits |
+| 3 | 1 | 0, 4, 3: the same after a multiplication, whose copies of the four bits do not meet |
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -144,21 +152,23 @@ def packed(codes: Tensor, code_bits: int) -> Tensor:
     per_word = 16 // code_bits
     if codes.shape[-1] % (per_word * RUN):
         raise ValueError(f"{code_bits}-bit codes need a multiple of {per_word * RUN} columns, found {codes.shape[-1]}")
-    runs = codes.unflatten(-1, (-1, per_word, RUN)).unbind(-2)
-    per_byte = 8 // code_bits
-    octets = [_joined(runs[first : first + per_byte], code_bits) for first in range(0, per_word, per_byte)]
-    return torch.stack(octets, dim=-1).flatten(-3).view(torch.int16)
-
-
-def _joined(codes: Sequence[Tensor], code_bits: int) -> Tensor:
-    return codes[0] if len(codes) == 1 else codes[0] | codes[1] << code_bits
+    runs = codes.unflatten(-1, (-1, per_word, RUN))
+    if code_bits == 8:
+        return runs.movedim(-1, -2).flatten(-3).view(torch.int16)
+    zero, one, two, three = runs.int().unbind(-2)
+    halves = (zero & 8) << 12 | (zero & 7) << 6, (one & 8) << 2 | (one & 7) << 12, (two & 8) >> 1 | (two & 7) << 9
+    last = (three & 8) >> 2 | (three & 4) >> 2 | (three & 3) << 3
+    return (halves[0] | halves[1] | halves[2] | last).to(torch.int16).flatten(-2)
 
 
 def unpacked(words: Tensor, code_bits: int) -> Tensor:
     """Return the codes [..., columns] uint8 of words, one a byte."""
-    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, RUN, 2)).movedim(-1, -2)
-    codes = octets if code_bits == 8 else torch.stack((octets & 15, octets >> 4), dim=-2).flatten(-3, -2)
-    return codes.flatten(-3)
+    if code_bits == 8:
+        return words.contiguous().view(torch.uint8).unflatten(-1, (-1, RUN, 2)).movedim(-1, -2).flatten(-3)
+    bits = words.unflatten(-1, (-1, RUN)).int()
+    zero, one = bits >> 12 & 8 | bits >> 6 & 7, bits >> 2 & 8 | bits >> 12 & 7
+    two, three = bits << 1 & 8 | bits >> 9 & 7, bits << 2 & 12 | bits >> 3 & 3
+    return torch.stack((zero, one, two, three), dim=-2).to(torch.uint8).flatten(-3)
 
 
 def codes_of_pairs(pairs: Tensor) -> Tensor:
