@@ -20,65 +20,57 @@ LEAST_GAIN = 1.02
 _SURE = 0.999
 
 
-def reach_of(probabilities: Sequence[float], factors: Sequence[float]) -> FloatArray:
+def reach_of(probabilities: FloatArray, factors: FloatArray) -> FloatArray:
     """Return the probability that the first n draft tokens are accepted, [requests, positions] for n = 1, 2, ...
 
     Args:
         probabilities: [requests] probability that a draft token is accepted given that all earlier ones were.
         factors: [positions] factor of the probability that it is not, by position in the draft.
     """
-    rejection = np.subtract(1.0, probabilities)[:, None] * np.asarray(factors, dtype=np.float64)
+    rejection = (1 - probabilities)[:, None] * factors
     found: FloatArray = np.minimum(np.maximum(1 - rejection, 1e-6), _SURE).cumprod(axis=1)
     return found
 
 
-def expected_tokens(reach: FloatArray, counts: IntArray) -> FloatArray:
-    """Return the expected number of tokens that a step produces for each request, [..., requests].
+def expected_tokens(reach: FloatArray) -> FloatArray:
+    """Return the expected number of tokens that a step produces for each request, [requests, 1 + positions].
 
     Args:
         reach: [requests, positions]; see `reach_of`.
-        counts: [..., requests] number of draft tokens.
+
+    Returns:
+        Number by request and number of draft tokens.
     """
-    gains = np.ones((len(reach), reach.shape[1] + 1))
-    reach.cumsum(axis=1, out=gains[:, 1:])
-    gains[:, 1:] += 1
-    found: FloatArray = gains[np.arange(len(reach)), counts]
+    found = np.ones((len(reach), reach.shape[1] + 1))
+    reach.cumsum(axis=1, out=found[:, 1:])
+    found[:, 1:] += 1
     return found
 
 
-def best_counts(
-    reach: FloatArray,
-    max_counts: Sequence[int],
-    seconds: Callable[[int, int], float],
-    least_rate: float,
-    takes_time: Sequence[bool] | None = None,
-) -> tuple[list[int], float]:
-    """Return the draft counts that maximize the expected tokens per second, and this rate.
+def best_threshold(
+    reach: FloatArray, max_counts: Sequence[int], seconds: Callable[[int, int], float]
+) -> tuple[float, float]:
+    """Return the threshold of THRESHOLDS with the most expected tokens per second, and this rate.
 
-    Each threshold in THRESHOLDS gives one candidate: a request then drafts as many tokens as are all accepted with at
-    least that probability.
+    With a threshold, a request drafts as many tokens as are all accepted with at least that probability. The threshold
+    is infinite, and the rate 0, if no request would draft.
 
     Args:
         reach: [requests, positions]; see `reach_of`.
         max_counts: [requests] maximum number of draft tokens, from 0 to the number of positions.
         seconds: Function that estimates the seconds for a step from its total number of draft tokens and the length of
-            the longest draft that takes time.
-        least_rate: Rate to exceed; otherwise, it is returned with zeros.
-        takes_time: [requests] False for requests whose drafts take no time; None if all take time.
+            the longest draft.
     """
     tried = np.minimum((reach >= _THRESHOLDS).sum(axis=2), max_counts)  # [thresholds, requests]
-    charged = tried if takes_time is None else tried * np.asarray(takes_time)
-    totals, most = tried.sum(axis=1).tolist(), charged.max(axis=1).tolist()
-    tokens = expected_tokens(reach, tried).sum(axis=1).tolist()
-    best, best_rate, before = None, least_rate, 0
-    for number, total in enumerate(totals):
+    totals, most = tried.sum(axis=1).tolist(), tried.max(axis=1).tolist()
+    tokens = expected_tokens(reach)[np.arange(len(reach)), tried].sum(axis=1).tolist()
+    best, best_rate, before = math.inf, 0.0, 0
+    for threshold, total, longest, num_tokens in zip(THRESHOLDS, totals, most, tokens, strict=True):
         if total > before:  # otherwise, the lower threshold gives the same counts
-            before = total
-            rate = tokens[number] / seconds(total, most[number])
+            before, rate = total, num_tokens / seconds(total, longest)
             if rate > best_rate:
-                best, best_rate = number, rate
-    counts: list[int] = [0] * len(reach) if best is None else tried[best].tolist()
-    return counts, best_rate
+                best, best_rate = threshold, rate
+    return best, best_rate
 
 
 OPTIMISM = 0.5
@@ -91,61 +83,62 @@ _MOST_DRAFTS = 512
 """Number of drafts after which those before count half in the estimates by position."""
 _POSITION_WEIGHT = 4.0
 """Weight of equal rates at all positions, as a number of rejections."""
+_NONE = (0.0, 0.0)
 MOST_POSITIONS = 8
 """Maximum number of draft tokens of a request."""
 
 
 class Acceptance:
-    """Running estimate of the acceptance probability of draft tokens, with less weight for older tokens.
+    """Running estimates of the acceptance probability of draft tokens by key, with less weight for older tokens.
 
     It is the probability that a draft token is accepted given that all earlier tokens in its draft were. Draft tokens
     after the first rejected one therefore do not count.
 
     Args:
-        window: Effective number of draft tokens in the estimate, more than 1.
+        window: Effective number of draft tokens in an estimate, more than 1.
         weight: Weight of the prior, as a number of draft tokens.
     """
-
-    __slots__ = ("_accepted", "_keep", "_tried", "_weight")
 
     def __init__(self, window: int, weight: float) -> None:
         self._keep = 1 - 1 / window
         self._weight = weight
-        self._accepted = self._tried = 0.0
+        self._numbers: dict[int, tuple[float, float]] = {}  # key -> (accepted, tried)
 
-    def is_known(self, num_tried: int, num_rejected: int) -> bool:
-        """Return True if at least `num_tried` draft tokens were verified, or at least `num_rejected` were rejected."""
-        return self._tried >= num_tried or self._tried - self._accepted >= num_rejected
-
-    def note(self, num_drafted: int, num_accepted: int) -> None:
-        """Update the estimate with the outcome of one draft.
+    def note(self, keys: Sequence[int], index: IntArray, num_tried: IntArray, num_accepted: IntArray) -> None:
+        """Update the estimates of `keys` with the outcomes of drafts, [drafts], the oldest of each key first.
 
         Args:
-            num_drafted: Number of verified draft tokens; 0 has no effect.
-            num_accepted: Number of accepted draft tokens, excluding the base token.
-
-        Raises:
-            ValueError: If more tokens were accepted than drafted, or a number is negative.
+            index: [drafts] index of each draft's key, in ascending order; each key has drafts.
         """
-        if not 0 <= num_accepted <= num_drafted:
-            raise ValueError(
-                f"num_accepted must be between 0 and num_drafted, found num_accepted={num_accepted}, "
-                f"num_drafted={num_drafted}"
-            )
-        num_tried = min(num_accepted + 1, num_drafted)
-        kept = self._keep**num_tried
-        self._accepted = kept * self._accepted + num_accepted
-        self._tried = kept * self._tried + num_tried
+        totals = np.bincount(index, num_tried)
+        weights = self._keep ** (totals.cumsum()[index] - num_tried.cumsum())  # by the number of tokens tried later
+        accepted, tried = np.bincount(index, weights * num_accepted), np.bincount(index, weights * num_tried)
+        numbers = (self._keep**totals)[:, None] * self._numbers_of(keys)
+        numbers[:, 0] += accepted
+        numbers[:, 1] += tried
+        self._numbers.update(zip(keys, map(tuple, numbers.tolist()), strict=True))
 
-    def probability(self, expected: float) -> float:
-        """Return the estimated acceptance probability, with `expected` as the prior."""
-        return (self._accepted + self._weight * expected) / (self._tried + self._weight)
+    def probabilities(self, keys: Sequence[int], expected: float) -> FloatArray:
+        """Return the estimated acceptance probabilities, [keys], with `expected` as the prior."""
+        numbers = self._numbers_of(keys)
+        found: FloatArray = (numbers[:, 0] + self._weight * expected) / (numbers[:, 1] + self._weight)
+        return found
 
-    def optimistic_probability(self, expected: float) -> float:
-        """Return the estimate plus OPTIMISM standard errors, at most 1; a few rejections then do not stop drafting."""
-        probability = self.probability(expected)
-        error = math.sqrt(max(probability * (1 - probability), 0.0) / (self._tried + self._weight + 1))
-        return min(probability + OPTIMISM * error, 1.0)
+    def optimistic_probabilities(self, keys: Sequence[int], expected: float) -> FloatArray:
+        """Return the estimates plus OPTIMISM standard errors, at most 1; a few rejections then do not stop drafting.
+
+        A key without outcomes has the probability `expected`.
+        """
+        tried, probabilities = self._numbers_of(keys)[:, 1], self.probabilities(keys, expected)
+        errors = np.sqrt(np.maximum(probabilities * (1 - probabilities), 0) / (tried + self._weight + 1))
+        return np.minimum(probabilities + OPTIMISM * errors * (tried > 0), 1.0)
+
+    def forget(self, key: int) -> None:
+        """Drop an estimate."""
+        self._numbers.pop(key, None)
+
+    def _numbers_of(self, keys: Sequence[int]) -> FloatArray:
+        return np.array([self._numbers.get(key, _NONE) for key in keys])
 
 
 class Positions:
@@ -155,39 +148,35 @@ class Positions:
         num_positions: Maximum number of draft tokens.
     """
 
-    __slots__ = ("_expected", "_num_drafts", "_rejected")
-
     def __init__(self, num_positions: int) -> None:
-        self._expected, self._rejected = [0.0] * num_positions, [0.0] * num_positions
+        self._expected, self._rejected = np.zeros(num_positions), np.zeros(num_positions)
         self._num_drafts = 0
 
-    def note(self, num_drafted: int, num_accepted: int, probability: float) -> None:
-        """Update the estimate with the outcome of one draft.
+    def note(self, num_drafted: IntArray, num_accepted: IntArray, probabilities: FloatArray) -> None:
+        """Update the estimate with the outcomes of drafts, [drafts].
 
         Args:
-            num_drafted, num_accepted: As in `Acceptance.note`.
-            probability: Acceptance probability of a draft token that was expected, whatever its position.
+            probabilities: Acceptance probability of a draft token that was expected, whatever its position.
         """
-        num_positions = len(self._expected)
-        for position in range(min(num_accepted + 1, num_drafted, num_positions)):
-            self._expected[position] += 1 - probability
-        if num_accepted < min(num_drafted, num_positions):
-            self._rejected[num_accepted] += 1
-        self._num_drafts += 1
+        size = len(self._expected)
+        lengths = np.minimum(num_drafted, size)
+        chances = np.bincount(np.minimum(num_accepted + 1, lengths), 1 - probabilities, size + 1)
+        self._expected += chances[:0:-1].cumsum()[::-1]
+        self._rejected += np.bincount(num_accepted[num_accepted < lengths], minlength=size)
+        self._num_drafts += len(lengths)
         if self._num_drafts >= _MOST_DRAFTS:
-            self._expected = [number / 2 for number in self._expected]
-            self._rejected = [number / 2 for number in self._rejected]
+            self._expected, self._rejected = self._expected / 2, self._rejected / 2
             self._num_drafts //= 2
 
-    def factors(self, num_positions: int) -> list[float]:
+    def factors(self, num_positions: int) -> FloatArray:
         """Return the numbers of rejections at the first positions, relative to the expected ones.
 
         They are relative to those at all positions, because the acceptance probability accounts for these.
         """
         weight = _POSITION_WEIGHT
-        overall = (sum(self._rejected) + weight) / (sum(self._expected) + weight)
-        pairs = zip(self._rejected[:num_positions], self._expected, strict=False)
-        return [(rejected / overall + weight) / (expected + weight) for rejected, expected in pairs]
+        overall = (self._rejected.sum() + weight) / (self._expected.sum() + weight)
+        found: FloatArray = ((self._rejected / overall + weight) / (self._expected + weight))[:num_positions]
+        return found
 
 
 class ShadowDrafts:
@@ -206,6 +195,8 @@ class ShadowDrafts:
 
     def ended(self, requests: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
         """Remove shadow drafts whose outcome is known; yield (request id, draft length, number correct) for each."""
+        if not self._drafts:
+            return
         for request in requests:
             if request.request_id not in self._drafts:
                 continue

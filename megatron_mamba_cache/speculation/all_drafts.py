@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from ..policy.requests import RunningRequest
 
-Offers = Callable[[], Sequence[int]]
-"""Returns the number of tokens that prompt lookup proposes for each request."""
+Offers = Callable[[Sequence[int]], Sequence[int]]
+"""Looks up at most so many tokens for each request; returns the number of tokens that prompt lookup proposes for it."""
 
 
-def no_offers() -> Sequence[int]:
+def no_offers(_most: Sequence[int]) -> Sequence[int]:
     """Return nothing, without prompt lookup."""
     return ()
 
@@ -44,6 +44,13 @@ class AllDrafts:
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
         """Return True only if there are no requests."""
         return not requests
+
+    def num_lookups_in_turn(self, num_requests: int) -> int:
+        """Return 0."""
+        return 0
+
+    def note_offer(self, request_id: int, *, is_found: bool) -> None:
+        """Do nothing."""
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Return an empty list, because drafting never pauses."""

@@ -25,8 +25,8 @@ from .drafter import (
 from .prompt_lookup import PromptLookupDrafter
 
 _LOG = logging.getLogger(__name__)
-_MOST_SHADOW_DRAFTS = 16
-"""Maximum number of shadow drafts per step, because a request's first lookup indexes its prompt, which takes time."""
+_MOST_SHADOW_DRAFTS = 4
+"""Maximum number of shadow drafts that begin in a step of a pause, because a lookup takes time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class DraftPlanner:
         self._lookup = lookup
         self._offers: list[Draft] = []  # of prompt lookup, for the requests of the step
         self._asked: dict[int, bool] = {}  # requests for which drafts were planned, and whether by prompt lookup
-        self._has_drafts = False  # True if a request in the finished step had drafts
+        self._has_drafts = False  # True if a request in the finished step had drafts of the drafter
         self._shadow_drafts, self._num_failed_shadows, self._turn = ShadowDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
 
@@ -126,15 +126,28 @@ class DraftPlanner:
         if self._lookup is None:
             return self._policy.counts(requests, max_counts, budget)
 
-        def offers() -> list[int]:
-            self._offers = self._looked_up(requests, max_counts)
+        def offers(most: Sequence[int]) -> list[int]:
+            self._offers = self._looked_up(requests, most)
             return [len(draft.tokens) for draft in self._offers]
 
         return self._policy.counts(requests, max_counts, budget, offers)
 
     def decide_next(self, requests: Sequence[RunningRequest]) -> None:
-        """Decide the draft counts for the next step in advance, while the current step runs."""
+        """Prepare the decision on the draft counts for the next step, while the current step runs.
+
+        Meanwhile, a few requests that do not use prompt lookup are looked up, in turn, for shadow drafts.
+        """
         self._policy.decide_next(requests, self.max_drafts)
+        if self._lookup is None or self._policy.stays_paused(requests):
+            return
+        for _ in range(self._policy.num_lookups_in_turn(len(requests))):
+            self._turn = (self._turn + 1) % len(requests)
+            request = requests[self._turn]
+            if not self._asked.get(request.request_id) and not self._shadow_drafts.num_tokens(request):
+                (draft,) = self._lookup.propose([DraftRequest(request, self.max_drafts)])
+                self._policy.note_offer(request.request_id, is_found=bool(draft.tokens))
+                if draft.tokens:
+                    self._shadow_drafts.start(request, draft.tokens)
 
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
         """Return True if these requests, which have no drafts in this step, will have none in the next either."""
@@ -180,9 +193,9 @@ class DraftPlanner:
             num_drafted: Number of verified draft tokens, after any truncation by the caller.
             num_accepted: Number of accepted draft tokens, excluding the base token.
         """
-        if request.request_id in self._asked and num_drafted:
-            self._has_drafts = True
-            by_lookup = self._asked[request.request_id]
+        by_lookup = self._asked.get(request.request_id)
+        if num_drafted and by_lookup is not None:
+            self._has_drafts |= not by_lookup
             self._policy.note(request.request_id, num_drafted, num_accepted, by_lookup=by_lookup)
             if num_accepted < num_drafted and self._listing is not None and not by_lookup:
                 return not self._listing.is_listed(int(request.tokens(request.length - 1, request.length)[0]))
@@ -241,10 +254,11 @@ class DraftPlanner:
         except Exception as error:  # a drafter is user code, and its errors must not fail a step
             self._note_failed_shadow(asked, error)
             return
-        for request, draft in zip(asked, drafts, strict=True):
-            if draft.tokens:
-                self._shadow_drafts.start(request, draft.tokens)
-        self._policy.resume_if_faster(requests, [self._shadow_drafts.num_tokens(request) for request in requests])
+        started = [(request, draft.tokens) for request, draft in zip(asked, drafts, strict=True) if draft.tokens]
+        for request, tokens in started:
+            self._shadow_drafts.start(request, tokens)
+        if started:
+            self._policy.resume_if_faster(requests, [self._shadow_drafts.num_tokens(request) for request in requests])
 
     def _note_shadows(self, requests: Sequence[RunningRequest]) -> None:
         for outcome in self._shadow_drafts.ended(requests):
@@ -275,9 +289,20 @@ class DraftPlanner:
         drafts = drafter.propose(requests)
         if len(drafts) != len(requests):
             raise self._error(f"{len(drafts)} drafts for {len(requests)} requests")
-        for request, draft in zip(requests, drafts, strict=True):
-            self._check(request, draft)
+        if not self._are_valid(requests, drafts):
+            for request, draft in zip(requests, drafts, strict=True):
+                self._check(request, draft)
         return drafts
+
+    def _are_valid(self, requests: Sequence[DraftRequest], drafts: Sequence[Draft]) -> bool:
+        """Return True if a quick check of all drafts together finds no error."""
+        tokens = [token for draft in drafts for token in draft.tokens]
+        return (
+            set(map(type, tokens)) <= {int}
+            and (not tokens or (min(tokens) >= 0 and max(tokens) < self._vocab_size))
+            and all([len(draft.tokens) <= one.num_tokens for one, draft in zip(requests, drafts, strict=True)])
+            and all([draft.distributions is None for draft in drafts])
+        )
 
     def _check(self, request: DraftRequest, draft: Draft) -> None:
         request_id = request.running.request_id
@@ -286,7 +311,7 @@ class DraftPlanner:
                 f"{len(draft.tokens)} tokens for request {request_id}, but at most {request.num_tokens} were requested"
             )
         for token in draft.tokens:
-            if not isinstance(token, (int, Integral)):  # int first, because abstract classes are slow to check
+            if not isinstance(token, Integral):
                 raise self._error(
                     f"{type(token).__name__} {token!r} for request {request_id} as a token, but token ids must be ints"
                 )

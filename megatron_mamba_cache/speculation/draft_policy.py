@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from ..policy.requests import RunningRequest
-from .acceptance import LEAST_GAIN, best_counts
+from .acceptance import LEAST_GAIN
 from .all_drafts import Offers, no_offers, within
-from .drafter_choice import DrafterAcceptance, choices
+from .drafter_acceptance import DrafterAcceptance
+from .drafter_choice import Outlook, Prospect, Prospects, choices
 from .step_time import StepTime
 
 _LOG = logging.getLogger(__name__)
@@ -24,6 +23,12 @@ RESUME_GAIN = 1.1
 SHORTEST_PAUSE, LONGEST_PAUSE = 8, 256
 PATIENCE = 4
 """Maximum number of consecutive steps without proposals before drafting pauses."""
+FIRST_VALIDITY, LONGEST_VALIDITY = 2, 16
+"""Number of steps for which the first estimate for a request is used, and most steps for any estimate."""
+MOST_MISSES = 8
+"""A request is hardly looked up after this number of lookups without a match, as long as the drafter saves time."""
+HIT_WINDOW, LEAST_HIT_RATE = 64, 0.1
+"""Effective number of lookups in their hit rate, and the hit rate below which new requests are hardly looked up."""
 _NEVER = 1 << 62
 
 
@@ -33,16 +38,6 @@ class _Pause:
 
     request_ids: set[int]
     end: int
-
-
-@dataclass(frozen=True, slots=True)
-class _NextCounts:
-    """Draft counts decided in advance for a step; valid only if each request may have `most` draft tokens."""
-
-    step: int
-    request_ids: list[int]
-    most: int
-    counts: list[int]
 
 
 class DraftPolicy:
@@ -88,8 +83,13 @@ class DraftPolicy:
         self._step = 0  # number of finished steps
         self._drafted_at = 0  # number of the last finished step that was planned with drafts
         self._pause: _Pause | None = None
-        self._next_counts: _NextCounts | None = None
-        self._num_empty = 0  # consecutive steps for which drafts were planned but none proposed
+        self._outlook: Outlook | None = None
+        self._most = 1  # maximum number of draft tokens of a request so far
+        self._num_empty = 0  # consecutive steps for which drafts were planned but none verified
+        self._trial_from = 0  # number of the first step that may be a trial
+        self._misses: dict[int, int] = {}  # request id -> consecutive lookups without a match
+        self._offering: set[int] = set()  # requests with a match in the last step
+        self._hit_rate = 0.5  # of recent lookups
         self._is_trial = self._has_warned = False
 
     def counts(
@@ -106,56 +106,55 @@ class DraftPolicy:
             budget: Maximum total number of draft tokens; older requests have priority.
             offers: Called unless drafting is paused.
         """
-        none = [0] * len(requests)
         self.by_lookup = [False] * len(requests)
         if budget <= 0 or not any(max_counts) or self._holds(requests, self._step):
-            return none
+            return [0] * len(requests)
         self._pause, self._is_trial = None, False
-        offered, found = offers(), self._found_ahead(requests, max_counts)
-        if not any(found):  # zeros decided in advance may be outdated, so decide again before pausing
-            found = self._best(requests, max_counts, offered)
-        if sum(found) > budget:
-            fitting = within(found, budget)
-            found = self._best(requests, fitting, [min(pair) for pair in zip(offered, fitting, strict=False)])
+        outlook = self._outlook_of(requests, max_counts)
+        offered = self._offered(outlook, requests, max_counts, offers)
+        found = self._best(outlook, requests, max_counts, offered, budget)
+        if not any(found) and self._step - outlook.step >= PATIENCE:  # an old outlook must not begin a pause
+            outlook = self._outlook = self._estimate(requests, self._step)
+            found = self._best(outlook, requests, max_counts, offered, budget)
         if any(count and not is_lookup for count, is_lookup in zip(found, self.by_lookup, strict=True)):
             return found
         trial, end = within([min(TRIAL_DRAFTS, max_count) for max_count in max_counts], budget), _NEVER
         if not self._shadows:
-            is_known = self._acceptance[False].is_known
-            end = self._drafted_at + self._steps_between_trials(requests, trial) if is_known else self._step
+            gap = self._steps_between_trials(outlook, trial) if self._acceptance[False].is_known else 0
+            end = max(self._trial_from, self._drafted_at + gap)
         if self._step >= end:
             self._is_trial, self.by_lookup = True, [False] * len(requests)
             return trial
-        if any(found):
-            return found
-        self._pause = _Pause({request.request_id for request in requests}, end)
-        return none
+        if not any(found):
+            self._pause = _Pause({request.request_id for request in requests}, end)
+        return found
 
     def decide_next(self, requests: Sequence[RunningRequest], most: int) -> None:
-        """Decide draft counts for the next step before the tokens of the current step are read.
+        """Estimate what drafts of the next step will yield, if that is due, before the current step's tokens are read.
 
         Args:
-            requests: Requests in the running step. If the requests or their limits change, `counts` decides again.
+            requests: Requests in the running step.
             most: Maximum number of draft tokens of each request.
         """
-        step, request_ids = self._step + 1, [request.request_id for request in requests]
-        if not self._has_lookup and not self._holds(requests, step):
-            self._next_counts = _NextCounts(step, request_ids, most, self._best(requests, [most] * len(requests)))
+        if requests and not self._holds(requests, self._step + 1):
+            self._outlook_of(requests, [most], self._step + 1)
 
     def of_proposed(self, requests: Sequence[RunningRequest], proposed: Sequence[int]) -> list[int]:
-        """Return how many of each request's proposed tokens to verify if some proposals are shorter than planned."""
+        """Return how many of each request's proposed tokens to verify if some proposals are shorter than planned.
+
+        Returns:
+            `proposed`, or zeros if a step without drafts is now expected to be faster.
+        """
         if self._is_trial or not any(proposed):
             return list(proposed)
-        num_cached, num_requests = _num_cached(requests), len(requests)
-        plain = self._time.seconds(num_requests, 0, num_cached) + self._time.device.drafts_s
-        by_lookup = self.by_lookup or [False] * num_requests
-        reach = np.stack([acceptance.reach(requests, max(proposed)) for acceptance in self._acceptance])
-        return best_counts(
-            reach[np.array(by_lookup, np.int64), np.arange(num_requests)],
-            proposed,
-            lambda count, _most: self._time.seconds(num_requests, count, num_cached),
-            LEAST_GAIN * num_requests / plain,
-        )[0]
+        outlook, num_requests = self._outlook_of(requests, proposed), len(requests)
+        plain = self._time.seconds(num_requests, 0, outlook.num_cached) + self._time.device.drafts_s
+        seconds = self._time.seconds(num_requests, sum(proposed), outlook.num_cached)
+        by_drafter, by_lookup = self._prospects(outlook, requests)
+        is_lookup = self.by_lookup or [False] * num_requests
+        pairs = zip(by_drafter, by_lookup, is_lookup, proposed, strict=True)
+        num_tokens = sum([(other if looked else one).tokens[count] for one, other, looked, count in pairs])
+        return list(proposed) if num_tokens / seconds > LEAST_GAIN * num_requests / plain else [0] * num_requests
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
         """Update the acceptance estimates with the outcome of a verified draft or a shadow draft."""
@@ -165,17 +164,21 @@ class DraftPolicy:
         """Record the end of a step.
 
         If drafts were planned but none were proposed, drafting pauses until shadow drafts predict a gain. Without
-        shadow drafts, it pauses only after more than PATIENCE such steps in a row, longer each time.
+        shadow drafts, it pauses only after more than PATIENCE such steps in a row, longer each time. A trial without
+        drafts, for example because no KV block is free, is repeated later, also after longer times.
 
         Args:
             asked: True if the drafter, and not only prompt lookup, was called for any request.
-            drafted: True if any request had drafts.
+            drafted: True if the step verified drafts of the drafter for any request.
         """
-        if asked:
-            self._drafted_at = self._step
-            self._num_empty = 0 if drafted else self._num_empty + 1
+        if drafted:
+            self._drafted_at, self._num_empty = self._step, 0
+        elif asked or self._is_trial:
+            self._num_empty += 1
         self._step += 1
-        if asked and not drafted and not self._is_patient:
+        if self._is_trial and not drafted:
+            self._trial_from = self._step + min(SHORTEST_PAUSE << min(self._num_empty, 8), LONGEST_PAUSE)
+        elif asked and not drafted and not self._is_patient:
             self._pause = _Pause(
                 {request.request_id for request in requests}, _NEVER if self._shadows else self._end_of_patience()
             )
@@ -183,6 +186,20 @@ class DraftPolicy:
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
         """Return True if these requests, which have no drafts in this step, will have none in the next step either."""
         return not requests or self._holds(requests, self._step + 1)
+
+    def num_lookups_in_turn(self, num_requests: int) -> int:
+        """Return how many requests to look up for shadow drafts while a step runs: more if lookups find matches."""
+        return 1 + int(self._hit_rate * num_requests / 8)
+
+    def note_offer(self, request_id: int, *, is_found: bool) -> None:
+        """Record whether prompt lookup alongside the drafter found a match for a request."""
+        self._hit_rate += (is_found - self._hit_rate) / HIT_WINDOW
+        if is_found:
+            self._misses.pop(request_id, None)
+            self._offering.add(request_id)
+        else:
+            self._misses[request_id] = self._misses.get(request_id, 0) + 1
+            self._offering.discard(request_id)
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Return the paused requests among `requests` if the policy uses shadow drafts, otherwise an empty list."""
@@ -197,14 +214,20 @@ class DraftPolicy:
             offered: [requests] number of tokens in the request's shadow draft.
         """
         limits, by_lookup = ([0] * len(offered), offered) if self._has_lookup else (offered, ())
-        if any(offered) and any(self._best(requests, limits, by_lookup, RESUME_GAIN)):
+        if not any(offered):
+            return
+        outlook = self._outlook_of(requests, offered)
+        if any(self._best(outlook, requests, limits, by_lookup, _NEVER, RESUME_GAIN)):
             self._pause = None
 
     def forget(self, request_id: int) -> None:
         """Drop the estimates for a request."""
         for acceptance in self._acceptance:
             acceptance.forget(request_id)
-        self._next_counts = None  # it used the dropped estimate, which a request that returns does not have
+        self._misses.pop(request_id, None)
+        self._offering.discard(request_id)
+        if self._outlook is not None:
+            self._outlook.forget(request_id)
         if self._pause is not None:
             self._pause.request_ids.discard(request_id)
 
@@ -213,46 +236,105 @@ class DraftPolicy:
         pause = self._pause
         return pause is not None and step < pause.end and all(each.request_id in pause.request_ids for each in requests)
 
-    def _found_ahead(self, requests: Sequence[RunningRequest], max_counts: Sequence[int]) -> list[int]:
-        """Return the counts that `decide_next` chose for these requests and limits; an empty list if there are none."""
-        known = self._next_counts
-        if known is None or known.step != self._step or any(max_count != known.most for max_count in max_counts):
-            return []
-        return known.counts if known.request_ids == [request.request_id for request in requests] else []
-
     def _end_of_patience(self) -> int:
         """Return the number of the step at which drafting resumes after steps without proposals."""
         num_pauses = min(self._num_empty - PATIENCE, LONGEST_PAUSE)
         return self._step + (min(SHORTEST_PAUSE << (num_pauses - 1), LONGEST_PAUSE) if num_pauses > 0 else 0)
 
+    def _outlook_of(
+        self, requests: Sequence[RunningRequest], max_counts: Sequence[int], step: int | None = None
+    ) -> Outlook:
+        """Return the outlook for these requests, estimated again if it is due."""
+        step, longest = self._step if step is None else step, max(max_counts)
+        if longest > self._most:
+            self._most, self._outlook = longest, None
+        if self._outlook is None or self._outlook.is_due(requests, step):
+            self._outlook = self._estimate(requests, step)
+        return self._outlook
+
+    def _estimate(self, requests: Sequence[RunningRequest], step: int) -> Outlook:
+        """Estimate what drafts yield; the longer these requests have run, the longer this is valid."""
+        num_cached, num_requests = sum(request.computed for request in requests), len(requests)
+        request_ids, before, known = [request.request_id for request in requests], self._outlook, self._acceptance
+        seconds = partial(self._seconds, num_requests, num_requests, num_cached)
+        drafter = lookup = Prospects.estimate(known[False], request_ids, self._most, set(), seconds)
+        if self._has_lookup:
+            free = partial(self._time.seconds, num_requests, num_cached=num_cached)
+            lookup = Prospects.estimate(
+                known[True], request_ids, self._most, self._offering, lambda num_drafts, _most: free(num_drafts)
+            )
+        validity = FIRST_VALIDITY
+        if before is not None:
+            validity += 2 * before.validity * before.num_known(requests) // num_requests
+        return Outlook(
+            step,
+            min(validity, LONGEST_VALIDITY),
+            num_cached,
+            drafter,
+            lookup,
+            {one for one, prospect in lookup.by_request.items() if prospect.best >= drafter.by_request[one].best},
+            new_may_win=lookup.of_new.best >= drafter.of_new.best,
+            pays=drafter.rate > LEAST_GAIN * num_requests / self._time.seconds(num_requests, 0, num_cached),
+        )
+
+    def _prospects(self, outlook: Outlook, requests: Sequence[RunningRequest]) -> tuple[list[Prospect], list[Prospect]]:
+        """Return the prospect of each request with the drafter and with prompt lookup."""
+        request_ids = [request.request_id for request in requests]
+        by_drafter = outlook.drafter.of_requests(request_ids)
+        return by_drafter, outlook.lookup.of_requests(request_ids) if self._has_lookup else by_drafter
+
+    def _offered(
+        self, outlook: Outlook, requests: Sequence[RunningRequest], max_counts: Sequence[int], offers: Offers
+    ) -> Sequence[int]:
+        """Look up the requests for which prompt lookup may be better than the drafter; return the lengths it offers."""
+        if not self._has_lookup:
+            return ()
+        wanted = max_counts
+        if outlook.pays:
+            if not (outlook.winners or outlook.new_may_win):
+                return ()
+            wanted = [
+                max_count if outlook.may_win(request.request_id) and self._may_find(request.request_id) else 0
+                for request, max_count in zip(requests, max_counts, strict=True)
+            ]
+        if not any(wanted):
+            return ()
+        offered = offers(wanted)
+        for request, most, found in zip(requests, wanted, offered, strict=True):
+            if most:
+                self.note_offer(request.request_id, is_found=found > 0)
+        return offered
+
+    def _may_find(self, request_id: int) -> bool:
+        """Return True unless the last lookups of a request found nothing, or those of all if it is new."""
+        return self._misses.get(request_id, 0 if self._hit_rate > LEAST_HIT_RATE else MOST_MISSES) < MOST_MISSES
+
     def _best(
         self,
+        outlook: Outlook,
         requests: Sequence[RunningRequest],
         max_counts: Sequence[int],
-        offered: Sequence[int] = (),
+        offered: Sequence[int],
+        budget: int,
         least_gain: float = LEAST_GAIN,
     ) -> list[int]:
         """Return the draft counts with the highest expected tokens per second, the drafter's time included.
 
         Sets `by_lookup`: no request, all requests, or those for which its draft is expected to yield more tokens.
         """
-        num_cached, num_requests = _num_cached(requests), len(requests)
+        num_requests, num_cached = len(requests), outlook.num_cached
         self._rate = num_requests / self._time.seconds(num_requests, 0, num_cached)
         best, least_rate = [0] * num_requests, least_gain * self._rate
-        for choice in choices(*self._acceptance, requests, max_counts, offered):
-            num_drafting, takes_time = num_requests, None
-            if any(choice.by_lookup):
-                takes_time = [not is_lookup for is_lookup in choice.by_lookup]
-                num_drafting = sum(takes_time)
-            seconds = partial(self._seconds, requests, num_drafting, num_cached)
-            counts, rate = best_counts(choice.reach, choice.limits.tolist(), seconds, least_rate, takes_time)
-            if any(counts):
-                best, least_rate, self._rate, self.by_lookup = counts, rate, rate, choice.by_lookup
+        for choice in choices(*self._prospects(outlook, requests), max_counts, offered, budget):
+            if not any(choice.counts):
+                continue
+            num_drafting, num_drafts = choice.num_drafting, sum(choice.counts)
+            rate = choice.num_tokens / self._seconds(num_requests, num_drafting, num_cached, num_drafts, choice.longest)
+            if rate > least_rate:
+                best, least_rate, self._rate, self.by_lookup = choice.counts, rate, rate, choice.by_lookup
         return best
 
-    def _seconds(
-        self, requests: Sequence[RunningRequest], num_drafting: int, num_cached: int, num_drafts: int, most: int
-    ) -> float:
+    def _seconds(self, num_requests: int, num_drafting: int, num_cached: int, num_drafts: int, most: int) -> float:
         """Return the estimated seconds for a step and its drafting; infinity if the drafter's estimate is invalid.
 
         Args:
@@ -266,16 +348,12 @@ class DraftPolicy:
             if not self._has_warned:
                 _LOG.warning("a drafter's draft_seconds() failed, so drafts are tried only occasionally: %r", error)
             self._has_warned, of_drafter = True, math.inf
-        return self._time.seconds(len(requests), num_drafts, num_cached) + (of_drafter if of_drafter >= 0 else math.inf)
+        return self._time.seconds(num_requests, num_drafts, num_cached) + (of_drafter if of_drafter >= 0 else math.inf)
 
-    def _steps_between_trials(self, requests: Sequence[RunningRequest], trial: Sequence[int]) -> int:
-        num_cached = _num_cached(requests)
-        plain = self._time.seconds(len(requests), 0, num_cached)
+    def _steps_between_trials(self, outlook: Outlook, trial: Sequence[int]) -> int:
+        num_requests, num_cached = len(trial), outlook.num_cached
+        plain = self._time.seconds(num_requests, 0, num_cached)
         waits = 2 * self._time.device.drafts_s  # host latency before and after the trial step
-        seconds = self._seconds(requests, len(requests), num_cached, sum(trial), max(trial))
-        cost = seconds + waits - len(requests) / self._rate
+        seconds = self._seconds(num_requests, num_requests, num_cached, sum(trial), max(trial))
+        cost = seconds + waits - num_requests / self._rate
         return math.ceil(min(max(cost / plain / TRIAL_SHARE, SHORTEST_PAUSE), LONGEST_PAUSE))
-
-
-def _num_cached(requests: Sequence[RunningRequest]) -> int:
-    return sum(request.computed for request in requests)

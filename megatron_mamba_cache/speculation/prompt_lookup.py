@@ -1,6 +1,6 @@
 """Prompt lookup: a drafter that finds an earlier occurrence of the last tokens and proposes the tokens after it."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ class SuffixIndex:
 
     def last_tokens(self, count: int) -> list[int]:
         """Return the last `count` tokens, or all tokens if there are fewer."""
-        tokens: list[int] = self._text[max(0, self._length - count) : self._length].tolist()
+        tokens: list[int] = self._text_view[max(0, self._length - count) : self._length].tolist()
         return tokens
 
     def extend(self, tokens: npt.ArrayLike) -> None:
@@ -67,7 +67,7 @@ class SuffixIndex:
         start = self._match_end()
         if start == 0:
             return ()
-        followed: list[int] = self._text[start : min(start + num_tokens, self._length)].tolist()
+        followed: list[int] = self._text_view[start : min(start + num_tokens, self._length)].tolist()
         num_copies = -(-num_tokens // len(followed))
         return tuple((followed * num_copies)[:num_tokens])
 
@@ -90,11 +90,13 @@ class SuffixIndex:
         if end - start > _FEW_TOKENS:
             self._file_many(start, end)
             return
+        size, shift, previous, newest = self._min_match, self._shift, self._previous_view, self._newest_view
+        first = start + 1 - size
+        text = self._text_view[first:end].tolist()
         for position in range(start, end):
-            gram = self._text_view[position + 1 - self._min_match : position + 1]
-            bucket = _hash_grams(gram, self._shift)
-            self._previous_view[position] = self._newest_view[bucket]
-            self._newest_view[bucket] = position
+            bucket = _hash_grams(text[position + 1 - size - first : position + 1 - first], shift)
+            previous[position] = newest[bucket]
+            newest[bucket] = position
 
     def _file_many(self, start: int, end: int) -> None:
         text = self._text[start + 1 - self._min_match : end].astype(np.uint64)
@@ -111,35 +113,31 @@ class SuffixIndex:
 
     def _match_end(self) -> int:
         """Return the position after the longest earlier match of the text's end; 0 if there is none."""
-        suffix: list[int] = self._text[max(0, self._length - self._max_match) : self._length].tolist()
-        suffix.reverse()
         best_end, best_len = 0, self._min_match - 1
-        for position in self._candidates():
-            match_len = self._match_len(position, suffix, best_len)
-            if match_len > best_len:
-                best_end, best_len = position + 1, match_len
+        if self._length <= best_len:
+            return 0
+        text, previous = self._text_view, self._previous_view
+        suffix: list[int] = text[max(0, self._length - self._max_match) : self._length].tolist()
+        suffix.reverse()
+        position = previous[self._length - 1]  # the most recent position at which the last n-gram may have ended
+        for _ in range(self._max_candidates):
+            if position == _NOWHERE or best_len == len(suffix):
+                break
+            if position >= best_len and text[position - best_len] == suffix[best_len]:
+                match_len = self._match_len(position, suffix)
+                if match_len > best_len:
+                    best_end, best_len = position + 1, match_len
+            position = previous[position]
         return best_end
 
-    def _match_len(self, position: int, suffix: list[int], to_beat: int) -> int:
-        """Return the length of the match that ends at `position`; 0 if it cannot exceed `to_beat`."""
-        text, longest = self._text_view, min(len(suffix), position + 1)
-        if longest <= to_beat or text[position - to_beat] != suffix[to_beat]:
-            return 0
-        match_len = 0
-        while match_len < longest and text[position - match_len] == suffix[match_len]:
-            match_len += 1
-        return match_len
-
-    def _candidates(self) -> Iterator[int]:
-        """Yield earlier positions at which the last n-gram of the text may end, most recent first."""
-        if self._length < self._min_match:
-            return
-        position = self._previous_view[self._length - 1]
-        for _ in range(self._max_candidates):
-            if position == _NOWHERE:
-                return
-            yield position
-            position = self._previous_view[position]
+    def _match_len(self, position: int, suffix: list[int]) -> int:
+        """Return the length of the match that ends at `position`; `suffix` is the text's end in reverse."""
+        longest = min(len(suffix), position + 1)
+        tokens: list[int] = self._text_view[position + 1 - longest : position + 1].tolist()
+        tokens.reverse()
+        if tokens == suffix[:longest]:
+            return longest
+        return next(number for number, (one, other) in enumerate(zip(tokens, suffix, strict=False)) if one != other)
 
 
 def _hash_grams(grams: Iterable[Any], shift: int) -> Any:
@@ -197,18 +195,17 @@ class PromptLookupDrafter:
     def _current_index(self, request: RunningRequest) -> SuffixIndex:
         """Return the index of a request's whole text; rebuild it if the request has another text than before."""
         index = self._indices.get(request.request_id)
-        if index is None or not _continues(index, request):
-            index = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
-            self._indices[request.request_id] = index
-        if len(index) < request.length:
-            index.extend(request.tokens(len(index), request.length))
+        if index is not None:
+            last = index.last_tokens(_NUM_CHECKED)
+            start = len(index) - len(last)
+            tokens = list(request.tokens(start, request.length))
+            if tokens[: len(last)] == last:
+                if len(tokens) > len(last):
+                    index.extend(tokens[len(last) :])
+                return index
+        index = self._indices[request.request_id] = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
+        index.extend(request.tokens(0, request.length))
         return index
-
-
-def _continues(index: SuffixIndex, request: RunningRequest) -> bool:
-    """Return True if the request's text starts with the indexed text; only the last indexed tokens are compared."""
-    last = index.last_tokens(_NUM_CHECKED)
-    return list(request.tokens(len(index) - len(last), len(index))) == last
 
 
 @dataclass(frozen=True, slots=True)

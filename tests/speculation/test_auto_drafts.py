@@ -193,11 +193,15 @@ def test_choices_respect_limits_and_are_recorded_for_the_right_drafter(
     for request_id, drafted, kept, by_lookup in outcomes:
         policy.note(request_id, drafted, min(drafted, kept), by_lookup=by_lookup)
     max_counts, offered = [room for room, _, _ in rooms], [min(room, found) for room, found, _ in rooms]
-    counts = policy.counts(requests, max_counts, budget, lambda: offered)
+
+    def offers(most: Sequence[int]) -> list[int]:
+        return list(map(min, most, offered))
+
+    counts = policy.counts(requests, max_counts, budget, offers)
     assert sum(counts) <= budget
     for count, room, offer, is_lookup in zip(counts, max_counts, offered, policy.by_lookup, strict=True):
         assert 0 <= count <= (offer if is_lookup else room)
-    assert counts == policy.counts(requests, max_counts, budget, lambda: offered)  # planned again after a failed step
+    assert counts == policy.counts(requests, max_counts, budget, offers)  # planned again after a failed step
 
 
 def test_a_drafter_is_tried_again_while_prompt_lookup_drafts() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_mamba_cache.speculation.acceptance import LEAST_GAIN, Positions, best_counts, expected_tokens, reach_of
+from megatron_mamba_cache.speculation.acceptance import LEAST_GAIN, Positions, best_threshold, expected_tokens, reach_of
 
 CHANCES = st.floats(0.0, 1.0)
 ROWS = st.lists(st.tuples(CHANCES, st.integers(0, 4)), min_size=1, max_size=4)
@@ -18,8 +18,12 @@ ROWS = st.lists(st.tuples(CHANCES, st.integers(0, 4)), min_size=1, max_size=4)
 def counts_of(
     probabilities: list[float], max_counts: list[int], seconds: Callable[[int, int], float], plain: float
 ) -> list[int]:
-    reach = reach_of(probabilities, [1.0] * max(max_counts))
-    return best_counts(reach, max_counts, seconds, LEAST_GAIN * len(probabilities) / plain)[0]
+    reach = reach_of(np.array(probabilities), np.ones(max(max_counts)))
+    threshold, rate = best_threshold(reach, max_counts, seconds)
+    if rate <= LEAST_GAIN * len(probabilities) / plain:
+        return [0] * len(max_counts)
+    counts: list[int] = np.minimum((reach >= threshold).sum(axis=1), max_counts).tolist()
+    return counts
 
 
 def brute_expected(probabilities: list[float], counts: list[int]) -> float:
@@ -33,7 +37,8 @@ def brute_expected(probabilities: list[float], counts: list[int]) -> float:
 @given(ROWS)
 def test_expected_number_of_tokens_is_a_sum_of_acceptance_probabilities(requests: list[tuple[float, int]]) -> None:
     probabilities, counts = [min(probability, 0.999) for probability, _ in requests], [count for _, count in requests]
-    found = expected_tokens(reach_of(probabilities, [1.0] * 4), np.array(counts)).sum()
+    tokens = expected_tokens(reach_of(np.array(probabilities), np.ones(4)))
+    found = sum(tokens[index, count] for index, count in enumerate(counts))
     assert found == pytest.approx(brute_expected(probabilities, counts), abs=1e-4)
 
 
@@ -83,11 +88,13 @@ def test_acceptance_probabilities_of_zero_and_one_are_supported(probability: flo
 def test_rejections_by_position_are_relative_to_the_expected_ones(drafts: list[tuple[int, int, float]]) -> None:
     found, rejected, expected = Positions(4), [0.0] * 4, [0.0] * 4
     for num_drafted, kept, chance in drafts:
-        num_accepted = min(num_drafted, kept)
-        found.note(num_drafted, num_accepted, chance)
-        for position in range(min(num_drafted, num_accepted + 1, 4)):
+        for position in range(min(num_drafted, kept + 1, 4)):
             expected[position] += 1 - chance
-            rejected[position] += position == num_accepted
+            rejected[position] += position == kept
+    for begin in range(0, len(drafts), 7):
+        num_drafted, kept, chances = np.array(drafts[begin : begin + 7]).T
+        num_drafted, kept = num_drafted.astype(np.int64), kept.astype(np.int64)
+        found.note(num_drafted, np.minimum(num_drafted, kept), chances)
     overall = (sum(rejected) + 4) / (sum(expected) + 4)
     factors = [(number / overall + 4) / (count + 4) for number, count in zip(rejected, expected, strict=True)]
     assert found.factors(4) == pytest.approx(factors) and found.factors(2) == pytest.approx(factors[:2])

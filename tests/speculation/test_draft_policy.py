@@ -139,31 +139,31 @@ def test_draft_model_is_called_until_the_prompt_is_prefilled() -> None:
         assert all(asked) == is_patient and all(asked[:PATIENCE])
 
 
-def test_counts_decided_in_advance_ignore_later_outcomes() -> None:
+def test_counts_prepared_in_advance_ignore_later_outcomes() -> None:
     requests = [request_of([0], request_id=index) for index in range(3)]
+    policy = DraftPolicy(time_of(NANO_30B))
+    for request in requests:
+        policy.note(request.request_id, 40, 40)
+    policy.decide_next(requests, 4)
+    for request in 20 * requests:
+        policy.note(request.request_id, 4, 0)  # outcomes of the step that ran in the meantime
+    policy.note_step(requests, asked=True, drafted=True)
+    assert policy.counts(requests, [4] * 3, NO_LIMIT) == policy.counts(requests, [4] * 3, NO_LIMIT) == [4, 4, 4]
+    assert policy.counts(requests, [4, 3, 0], NO_LIMIT) == [4, 3, 0]
+    assert policy.counts(requests[:2], [4] * 2, NO_LIMIT) == [0, 0]  # other requests, so a new estimate
 
-    def foreseeing() -> DraftPolicy:
-        policy = DraftPolicy(time_of(NANO_30B))
-        for request in requests:
-            policy.note(request.request_id, 40, 40)
-        policy.decide_next(requests, 4)
-        for request in 20 * requests:
-            policy.note(request.request_id, 4, 0)  # outcome of the step that ran in the meantime
-        return policy
 
-    landed, failed = foreseeing(), foreseeing()
-    landed.note_step(requests, asked=True, drafted=True)
-    assert landed.counts(requests, [4] * 3, NO_LIMIT) == [4, 4, 4]
-    expected = [failed.counts(requests, [4] * 3, NO_LIMIT), failed.counts(requests[:2], [4] * 2, NO_LIMIT)]
-    assert expected == [[0, 0, 0], [0, 0]]  # counts without `decide_next`
-    others = foreseeing()
-    others.note_step(requests, asked=True, drafted=True)
-    assert others.counts(requests[:2], [4] * 2, NO_LIMIT) == [0, 0]
-    less_room = foreseeing()
-    less_room.note_step(requests, asked=True, drafted=True)
-    assert less_room.counts(requests, [4, 3, 4], NO_LIMIT) == [0, 0, 0]
-    landed.note_step(requests, asked=True, drafted=True)
-    assert landed.counts(requests, [4] * 3, NO_LIMIT) == [0, 0, 0]
+@pytest.mark.parametrize("num_requests", [1, 8, 64])
+def test_estimates_are_rare_while_the_same_requests_run(num_requests: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    estimates, estimate = [], DraftPolicy._estimate
+
+    def counted(self: DraftPolicy, *arguments: Any) -> Any:
+        estimates.append(arguments)
+        return estimate(self, *arguments)
+
+    monkeypatch.setattr(DraftPolicy, "_estimate", counted)
+    simulate(DraftPolicy(time_of(MODELS["8b"])), time_of(MODELS["8b"]), num_requests, lambda _id: 0.9, num_steps=400)
+    assert 0 < len(estimates) <= 400 / 6  # requests end about every 36 / num_requests steps
 
 
 def test_drafts_limited_by_the_budget_are_dropped_if_too_few_remain() -> None:
