@@ -16,7 +16,7 @@ from ..models.shard_shape import rank_shape
 from ..ranks.agreement import CacheCapacity, resolved_settings
 from ..ranks.group import Ranks
 from ..recurrences.model_shape import HybridModelShape
-from .arguments import cache_config, model_share, name_flag
+from .arguments import cache_config, model_share, name_flag, with_auto_drafts
 from .flag_sources import UsageError
 from .model_choice import ModelDirectory, ModelFormat, draft_directory, fills_card
 from .quiet import own_warnings_hidden
@@ -38,6 +38,8 @@ def check_memory(
     device: str,
     settings: Settings,
     draft_settings: DraftSettings,
+    *,
+    loads_head: bool,
 ) -> None:
     """Raise `UsageError` if the memory flags are too small for the model or its draft model; collective over all ranks.
 
@@ -48,6 +50,7 @@ def check_memory(
         device: "cpu" or "cuda".
         settings: Returns the default settings of the model's cache.
         draft_settings: Returns the default settings of a draft model's cache.
+        loads_head: True if a multi-token prediction head is loaded if the directory has one.
     """
     if directory is None:
         return
@@ -55,9 +58,10 @@ def check_memory(
     ranks = ranks_of_process()
     stored = dtype_of_weights(directory, arguments.dtype, device)
     dtype = None if stored is None else DTYPES[stored]
-    expected = _expected(directory, dtype, ranks, has_head=arguments.drafter == "mtp")
+    expected = _expected(directory, dtype, ranks, loads_head=loads_head)
     if expected is None:
         return
+    arguments = with_auto_drafts(arguments, has_head=bool(expected[0].head_types))
     config = cache_config(arguments, settings(*expected))
     refused = [_refused(config, expected[0], ranks, model_share(arguments))]
     draft = draft_directory(arguments)
@@ -126,13 +130,14 @@ def _refused(
 
 
 def _expected(
-    directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks, *, has_head: bool = False
+    directory: ModelDirectory, dtype: torch.dtype | None, ranks: Ranks, *, loads_head: bool = False
 ) -> tuple[HybridModelShape, int] | None:
     """Return the shape of this rank's shard and the model's maximum length; None if a rank cannot determine them."""
     expected = None
     if directory.path.is_dir():
-        with suppress(ValueError, OSError):
+        loads_head = loads_head and directory.format is ModelFormat.HUGGING_FACE
+        with suppress(ValueError, OSError), own_warnings_hidden():
             architecture, stored = _READERS[directory.format](directory.path)
-            pattern = hugging_face.read_head_pattern(directory.path) if has_head else ""
+            pattern = hugging_face.read_head_pattern(directory.path) if loads_head else ""
             expected = rank_shape(architecture, dtype or stored, pattern), architecture.max_sequence_length
     return expected if all(ranks.gather(expected is not None)) else None

@@ -42,6 +42,7 @@ class Generation:
             device,
             default_settings,
             lambda shape, length, _: default_draft_settings(shape, length, given_gb, ranks_of_process()),
+            loads_head=WeightFlags.of(arguments).mtp != "none",
         )
         self._model = ready_model(directory, arguments.dtype, device, WeightFlags.of(arguments))
         arguments = with_auto_drafts(arguments, has_head=self._model.mtp is not None)

@@ -132,6 +132,7 @@ def _check_memory(arguments: Namespace, directory: ModelDirectory | None, device
         device,
         lambda shape, length: _settings(shape, length, arguments, device, card),
         lambda shape, length, engine: _draft_settings(shape, length, engine, arguments, card),
+        loads_head=WeightFlags.of(arguments).mtp != "none",
     )
 
 

@@ -106,6 +106,31 @@ def test_auto_drafts_with_a_supported_head_only(
     assert damaged.stderr.count("\n") == 1
 
 
+def test_memory_of_a_head_is_expected_before_the_weights_are_loaded(
+    lines: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The refusal of a budget that is too small names the same size for each drafter that uses the head."""
+    directory = tmp_path / "model"
+    tensors = with_head("nemotron_h_moe-0", directory)
+
+    def refusal(*flags: object) -> str:
+        capsys.readouterr()
+        small = ("--cache-gb", 1e-6)
+        finished = run_here(capsys, "--hf-model", directory, "--prompts", lines, *GREEDY, *small, *flags)
+        assert finished.status == 2 and finished.stderr.count("\n") == 1, finished.stderr
+        return finished.stderr
+
+    monkeypatch.setattr("megatron_mamba_cache.command_line.ready_model.load_weights", None)
+    drafts = ("--num-speculative-tokens", 5)
+    expected, without = refusal("--drafter", "mtp", *drafts), refusal(*drafts)
+    assert expected != without
+    assert refusal("--drafter", "auto", *drafts) == refusal("--drafter", "auto") == expected
+    no_drafts = ("--num-speculative-tokens", 0)
+    assert refusal("--drafter", "auto", *no_drafts) == refusal(*no_drafts)
+    write_tensors(directory, {name: tensor for name, tensor in tensors.items() if not name.startswith("mtp.")})
+    assert refusal("--drafter", "auto", *drafts) == without
+
+
 def test_a_server_starts_with_auto(tmp_path: Path) -> None:
     with_head("nemotron_h_moe-0", tmp_path)
     model = load_hugging_face(tmp_path, torch.float32, mtp="auto")

@@ -62,15 +62,18 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
 
 
 def read_head_pattern(directory: Path) -> str:
-    """Return the layer pattern of the MTP head that config.json describes; empty if the family has none.
+    """Return the layer pattern of the supported MTP head that the files store; empty if they store none.
 
-    The directory may hold no tensors of it. The errors raised are those of `read_sizes`.
+    No tensors are read. The errors raised are those of `read_sizes`.
     """
     family = CheckpointFamily.read(directory)
-    if not hasattr(family.module, "mtp_pattern"):
+    files = CheckpointTensors(directory, family.quantization)
+    architecture = family.architecture(files.names.keys())
+    try:
+        head = _Contents.find(family, architecture, files, directory, "required").head
+    except ValueError:
         return ""
-    pattern: str = family.module.mtp_pattern(family.config, family.architecture())
-    return pattern
+    return "" if head is None else head.architecture.pattern
 
 
 def load_hugging_face(
