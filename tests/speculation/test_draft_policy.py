@@ -139,6 +139,32 @@ def test_draft_model_is_called_until_the_prompt_is_prefilled() -> None:
         assert all(asked) == is_patient and all(asked[:PATIENCE])
 
 
+@pytest.mark.parametrize("asked", [False, True], ids=["no block is free", "no draft is allowed"])
+def test_trial_that_verifies_no_draft_is_repeated_soon_but_not_in_each_step(asked: bool) -> None:
+    policy, request = DraftPolicy(time_of(MODELS["8b"]), lambda _, most: 2e-4 * most, is_patient=True), request_of([0])
+    for _ in range(40):
+        policy.note(0, 4, 0)
+
+    def trials(num_steps: int, *, drafts: bool) -> list[int]:
+        found = []
+        for step in range(num_steps):
+            is_trial = any(policy.counts([request], [MOST], NO_LIMIT))
+            policy.note_step([request], asked=is_trial and (asked or drafts), drafted=is_trial and drafts)
+            if is_trial:
+                found.append(step)
+        return found
+
+    begun = trials(1000, drafts=True)
+    print(f"trials with drafts: {begun}")
+    (gap,) = {after - before for before, after in pairwise(begun[1:])}
+    empty = trials(1000, drafts=False)
+    print(f"trials without drafts: {empty}")
+    distances = [after - before for before, after in pairwise(empty)]
+    assert distances[0] == 1 + 2 * SHORTEST_PAUSE < gap and distances[-1] == 1 + LONGEST_PAUSE
+    assert distances == sorted(distances)
+    assert trials(LONGEST_PAUSE + 2, drafts=True)
+
+
 def test_counts_prepared_in_advance_ignore_later_outcomes() -> None:
     requests = [request_of([0], request_id=index) for index in range(3)]
     policy = DraftPolicy(time_of(NANO_30B))
