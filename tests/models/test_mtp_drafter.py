@@ -65,10 +65,12 @@ class Conversation:
         *,
         num_graphs: int = 0,
         short_list: ShortList | None = None,
+        settings: dict[str, Any] | None = None,
         **sampling: Any,
     ) -> None:
         self._case, model = loaded
-        config = served_config(self._case, num_speculative_tokens=num_drafts, adaptive_drafts=False)
+        drafts = {"num_speculative_tokens": num_drafts, "adaptive_drafts": False}
+        config = served_config(self._case, **drafts, **settings or {})
         if num_graphs:
             config = with_graphs(config, num_graphs)
         assert model.mtp is not None
@@ -103,13 +105,17 @@ class Conversation:
 SAMPLING = [{"top_k": 1}, {"temperature": 0.8, "top_k": 5}]
 
 
-@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize(("num_drafts", "kv_cache_dtype"), [(1, "auto"), (3, "auto"), (3, "fp8")])
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
-def test_tokens_equal_those_without_drafts(loaded: Loaded, num_drafts: int, sampling: dict[str, Any]) -> None:
-    found = Conversation(loaded, num_drafts, **sampling)
+def test_tokens_equal_those_without_drafts(
+    loaded: Loaded, num_drafts: int, sampling: dict[str, Any], kv_cache_dtype: str
+) -> None:
+    settings = {"kv_cache_dtype": kv_cache_dtype}
+    found = Conversation(loaded, num_drafts, settings=settings, **sampling)
+    assert (found.drafter.chain.kv_cache.dtype == torch.float32) == (kv_cache_dtype == "auto")
     assert found.run.counters.drafting_failures == 0
     assert found.run.counters.draft_tokens > NUM_TOKENS
-    assert found.tokens == Conversation(loaded, 0, **sampling).tokens
+    assert found.tokens == Conversation(loaded, 0, settings=settings, **sampling).tokens
 
 
 @torch.inference_mode()
