@@ -47,6 +47,8 @@ class MTPChain:
     def use(self, context: MambaCacheContext) -> None:
         """Use the memory of this context, which must have been built with the shape of the model with its head.
 
+        Another engine may have used the drafter while this one was suspended.
+
         Raises:
             ValueError: If another engine that has memory uses this head's drafter.
         """

@@ -110,6 +110,11 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         """Return the logits, [n, vocab], for the last layer's outputs, [n, hidden]; only on the last stage."""
         return logits_of(self.model, hidden_states)
 
+    def use_memory(self) -> None:
+        """Give the model's MTP head the memory of this engine, which may have been suspended; see `MTPChain.use`."""
+        if self._chain is not None:
+            self._chain.use(self.inference_context)
+
     def _compute(self, inference_input: dict[str, Any]) -> Tensor:
         self.stage.prepare_input(inference_input["tokens"].shape[1])
         with nullcontext() if self._exchange is None else self._exchange.counted(), self._marking_prompts():
@@ -194,8 +199,7 @@ def wrap_model(model: Any, context: MambaCacheContext, chain: MTPChain | None = 
     )
     wrapper = HybridInferenceWrapper(model, settings, context, chain)
     wrapper.prep_model_for_inference()
-    if chain is not None:
-        chain.use(context)
+    wrapper.use_memory()
     return wrapper
 
 

@@ -117,8 +117,9 @@ class SuspendableEngine(DynamicInferenceEngine):
                 version are never used.
 
         Raises:
-            ValueError: If a version is given to an engine that is not suspended; on all ranks, if it cannot be
-                encoded as UTF-8 or differs between them. A suspended engine stays suspended.
+            ValueError: If a version is given to an engine that is not suspended; if another engine uses the drafter of
+                the model's MTP head; on all ranks, if the version cannot be encoded as UTF-8 or differs between them. A
+                suspended engine stays suspended.
         """
         if not self.is_suspended:
             if weights_version is not None:
@@ -127,6 +128,7 @@ class SuspendableEngine(DynamicInferenceEngine):
                     "flush(weights_version)"
                 )
             return
+        self.controller.inference_wrapped_model.use_memory()
         self.context.adopt_weights(weights_version)
         self.controller.inference_wrapped_model.model.eval()
         super().resume()

@@ -169,6 +169,28 @@ def test_second_engine_with_the_same_drafter_is_refused(loaded: Loaded) -> None:
     build_engine(model.model, config, drafter=drafter).close()
 
 
+def test_suspended_engine_resumes_only_when_no_other_uses_its_drafter(loaded: Loaded) -> None:
+    case, model = loaded
+    assert model.mtp is not None
+    drafter, config = MTPDrafter(model.model, model.mtp), served_config(case, num_speculative_tokens=2)
+    params, prompt = SamplingParams(num_tokens_to_generate=8, top_k=1, termination_id=-1), some_prompt(case, 21, seed=0)
+    runs = []
+    for _ in range(2):
+        runs.append(EngineRun(model, build_engine(model.model, config, drafter=drafter)))  # type: ignore[arg-type]
+        runs[-1].run(0, prompt, params)
+        runs[-1].engine.suspend()
+    first, second = runs
+    second.engine.resume()
+    with pytest.raises(ValueError, match="one drafter for each engine"):
+        first.engine.resume()
+    second.run(1, prompt, params)
+    second.engine.close()
+    first.engine.resume()
+    first.run(1, prompt, params)
+    assert first.tokens(0) == first.tokens(1) == second.tokens(0) == second.tokens(1)
+    assert not any(run.counters.drafting_failures for run in runs)
+
+
 def test_warmup_changes_no_state_and_no_real_block(loaded: Loaded) -> None:
     drafter = Conversation(loaded, 2, top_k=1).drafter
     memory = drafter.chain.context.memory
