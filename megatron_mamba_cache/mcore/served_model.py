@@ -121,6 +121,7 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
             output: Tensor = self._forward(inference_input)
         if self._chain is not None:
             self._chain.write_entries()
+        self.inference_context.step.end_forward()
         return output
 
     def _marking_prompts(self) -> AbstractContextManager[None]:

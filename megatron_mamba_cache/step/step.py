@@ -36,8 +36,8 @@ class Step:
             other drafts. The sequence may be empty if every entry would be None.
         wanted_outputs: [logits, hidden] last-layer outputs from which logits are computed, or the selected logits if
             the model computes logits for every token.
-        hidden_states: [tokens, hidden] last-layer outputs of all tokens; empty if a graph computes the step, or if the
-            model computes logits for every token.
+        hidden_states: [tokens, hidden] last-layer outputs of all tokens during the forward pass, and after it if a
+            prompt is scored; empty if a graph computes the step, or if the model computes logits for every token.
     """
 
     batch: StepBatch
@@ -119,3 +119,8 @@ class Step:
         are_all = self.batch.prefill is None and len(tokens) == len(found)
         self.wanted_outputs = found if are_all else found.index_select(0, tokens)
         return self.wanted_outputs
+
+    def end_forward(self) -> None:
+        """Free the hidden states of all tokens, unless log-probabilities of prompt tokens are computed from them."""
+        if not any(request.scores_prompt for request in self.requests):
+            self.hidden_states = torch.empty(0)

@@ -16,6 +16,7 @@ from megatron_mamba_cache.models.drafting.mtp_drafter import MTPDrafter
 from megatron_mamba_cache.models.shard_shape import shard_shape
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
 from megatron_mamba_cache.speculation.short_list import ShortList
+from megatron_mamba_cache.step.runner import StepRunner
 from tests.mcore.engine_runs import EngineRun
 from tests.mcore.graph_stand_ins import capture_without_cuda, with_graphs
 from tests.mcore.mtp_drafters import hidden_states_of
@@ -189,6 +190,27 @@ def test_suspended_engine_resumes_only_when_no_other_uses_its_drafter(loaded: Lo
     first.run(1, prompt, params)
     assert first.tokens(0) == first.tokens(1) == second.tokens(0) == second.tokens(1)
     assert not any(run.counters.drafting_failures for run in runs)
+
+
+def test_hidden_states_of_all_tokens_end_with_the_forward_pass(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, model = loaded
+    assert model.mtp is not None
+    drafter, config = MTPDrafter(model.model, model.mtp), served_config(case, num_speculative_tokens=2)
+    engine = build_engine(model.model, config, drafter=drafter, scores_prompts=True)
+    found: list[tuple[int, int]] = []
+    publish = StepRunner.publish_prompts
+
+    def published(runner: StepRunner) -> None:
+        found.append((runner.step.num_prefill_requests, len(runner.step.hidden_states)))
+        publish(runner)
+
+    monkeypatch.setattr(StepRunner, "publish_prompts", published)
+    run, prompt = EngineRun(model, engine), some_prompt(case, 21, seed=0)  # type: ignore[arg-type]
+    scored = {"return_log_probs": True, "skip_prompt_log_probs": False}
+    for request_id, settings in enumerate(({}, scored)):
+        run.run(request_id, prompt, SamplingParams(num_tokens_to_generate=4, top_k=1, **settings))
+    assert [tokens for num_prompts, tokens in found if num_prompts] == [0, len(prompt)]
+    assert not any(tokens for num_prompts, tokens in found if not num_prompts)
 
 
 def test_warmup_changes_no_state_and_no_real_block(loaded: Loaded) -> None:
