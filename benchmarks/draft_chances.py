@@ -73,7 +73,7 @@ class Drafted:
         if self.head is None:
             return None
         plain = step_bytes(self.model, engine, PROMPT + REPLY // 2, rows)
-        listed = len(drafter.chain.short_list or range(self.model.vocab_size))
+        listed = len(drafter.mtp_chain.short_list or range(self.model.vocab_size))
         verify = plain + experts_bytes(self.model, rows * (1 + self.num_drafts)) - experts_bytes(self.model, rows)
         of_head = sum(weight.nbytes for weight in self.head.parameters()) - experts_bytes(self.head)
         chain = self.num_drafts * (

@@ -163,7 +163,7 @@ def build_engine(
 
 def _chain_of(drafter: Drafter | AutoDrafter | None) -> Any:
     main = _main_of(drafter)
-    return main.chain if isinstance(main, UsesModelMemory) else None
+    return main.mtp_chain if isinstance(main, UsesModelMemory) else None
 
 
 def _digest_of(model: Any, head: Any) -> bytes:

@@ -91,7 +91,7 @@ class UsesModelMemory(Protocol):
     """
 
     @property
-    def chain(self) -> Any:
+    def mtp_chain(self) -> Any:
         """The `MTPChain`, which in each step writes keys and values into further layers of the blocks."""
 
 

@@ -161,13 +161,13 @@ class CheckedMTPDrafter(MTPDrafter):
 
     def check(self, request: RunningRequest) -> None:
         """Assert that all computed tokens have the entries of an uncached run, and the last its hidden state."""
-        context = self.chain.context
+        context = self.mtp_chain.context
         device, length = context.memory.kv_buffer.device, request.computed
         tokens = torch.tensor(list(map(int, request.tokens(0, length))), device=device)
         hidden = hidden_states_of(self._model, tokens)
         blocks = torch.tensor(request.block_ids, device=device)
-        found = self.chain.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :length]
-        expected = entries_of(self.chain, self._model, tokens, hidden)
+        found = self.mtp_chain.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :length]
+        expected = entries_of(self.mtp_chain, self._model, tokens, hidden)
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
         at = [[request.cursor.live_slot], [request.cursor.accepted]]
         slots, accepted = torch.tensor(at, dtype=torch.int32, device=device)

@@ -113,7 +113,7 @@ def test_tokens_equal_those_without_drafts(
 ) -> None:
     settings = {"kv_cache_dtype": kv_cache_dtype}
     found = Conversation(loaded, num_drafts, settings=settings, **sampling)
-    assert (found.drafter.chain.kv_cache.dtype == torch.float32) == (kv_cache_dtype == "auto")
+    assert (found.drafter.mtp_chain.kv_cache.dtype == torch.float32) == (kv_cache_dtype == "auto")
     assert found.run.counters.drafting_failures == 0
     assert found.run.counters.draft_tokens > NUM_TOKENS
     assert found.tokens == Conversation(loaded, 0, settings=settings, **sampling).tokens
@@ -156,7 +156,7 @@ def test_drafter_without_an_engine_says_what_it_needs(loaded: Loaded) -> None:
     _, model = loaded
     assert model.mtp is not None
     with pytest.raises(Exception, match="give its drafter to build_engine"):
-        _ = MTPDrafter(model.model, model.mtp).chain.context
+        _ = MTPDrafter(model.model, model.mtp).mtp_chain.context
 
 
 def test_second_engine_with_the_same_drafter_is_refused(loaded: Loaded) -> None:
@@ -215,13 +215,13 @@ def test_hidden_states_of_all_tokens_end_with_the_forward_pass(loaded: Loaded, m
 
 def test_warmup_changes_no_state_and_no_real_block(loaded: Loaded) -> None:
     drafter = Conversation(loaded, 2, top_k=1).drafter
-    memory = drafter.chain.context.memory
-    states, entries = [tensor.clone() for tensor in memory.state_pool.tensors], drafter.chain.kv_cache.clone()
+    memory = drafter.mtp_chain.context.memory
+    states, entries = [tensor.clone() for tensor in memory.state_pool.tensors], drafter.mtp_chain.kv_cache.clone()
     drafter.warmup()
     assert all(map(torch.equal, states, memory.state_pool.tensors))
     is_real = torch.arange(entries.shape[2]) != memory.geometry.dummy_block
-    assert torch.equal(entries[:, :, is_real], drafter.chain.kv_cache[:, :, is_real])
-    assert not torch.equal(entries, drafter.chain.kv_cache)
+    assert torch.equal(entries[:, :, is_real], drafter.mtp_chain.kv_cache[:, :, is_real])
+    assert not torch.equal(entries, drafter.mtp_chain.kv_cache)
 
 
 def test_passes_in_graphs_draft_the_same(loaded: Loaded, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,7 @@ class MTPDrafter:
         if is_split():
             raise ValueError("drafts with an MTP head need a model on a single rank; use another drafter")
         self._short_list = short_list or ShortList.of(model)
-        self.chain = MTPChain(model, head, self._short_list)
+        self.mtp_chain = MTPChain(model, head, self._short_list)
         self.vocab_size = int(model.vocab_size)
         self._time = head_time_of(model, head, len(self._short_list or range(self.vocab_size)))
         self._passes: MTPPasses | None = None
@@ -75,16 +75,16 @@ class MTPDrafter:
     @torch.inference_mode()
     def warmup(self) -> None:
         """Launch all kernels of passes once, to compile those still missing."""
-        self._passes_here().rehearse(warmup_sizes(self.chain.context.cache_config.max_requests))
+        self._passes_here().rehearse(warmup_sizes(self.mtp_chain.context.cache_config.max_requests))
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture passes for as many batch sizes as the engine captures."""
         self.wants_graphs = False  # do not retry if the capture fails
-        passes, config = self._passes_here(), self.chain.context.cache_config
+        passes, config = self._passes_here(), self.mtp_chain.context.cache_config
         if not config.num_cuda_graphs or device_reason(passes.memory) is not None:
             return
-        self._captured_at = self.chain.weight_addresses()  # before graphs exist, because a later one may fail
+        self._captured_at = self.mtp_chain.weight_addresses()  # before graphs exist, because a later one may fail
         with without_collections():
             passes.capture(CudaRecorder(), batch_sizes(config.num_cuda_graphs, config.max_requests))
 
@@ -93,7 +93,10 @@ class MTPDrafter:
         """Drop the graphs if weights have moved, and copy the rows of the short list again."""
         if self._short_list is not None:
             self._short_list.copy_rows()
-        if self._captured_at is not None and self._captured_at.first_change(self.chain.weight_addresses()) is not None:
+        if (
+            self._captured_at is not None
+            and self._captured_at.first_change(self.mtp_chain.weight_addresses()) is not None
+        ):
             self.drop_graphs()
 
     def drop_graphs(self) -> None:
@@ -104,6 +107,6 @@ class MTPDrafter:
     def _passes_here(self) -> MTPPasses:
         """Return the passes over the memory that the engine has now."""
         if self._passes is None:
-            config, memory = self.chain.context.cache_config, self.chain.context.memory
-            self._passes = MTPPasses(self.chain, memory, config.num_speculative_tokens)
+            config, memory = self.mtp_chain.context.cache_config, self.mtp_chain.context.memory
+            self._passes = MTPPasses(self.mtp_chain, memory, config.num_speculative_tokens)
         return self._passes
