@@ -47,7 +47,8 @@ class DraftPolicy:
     drafts are not expected to save time, drafting pauses for all requests, and steps may overlap: each is launched
     before the host has read the tokens of the previous step. During a pause, a drafter whose estimated time is 0 makes
     shadow drafts, and drafting resumes when these predict a gain. With other drafters, a pause ends with a trial step,
-    in which each request drafts a few tokens. Trial steps take about TRIAL_SHARE of the time.
+    in which each request drafts a few tokens. Trial steps take about TRIAL_SHARE of the time, and follow one another
+    while most of their drafts are accepted.
 
     With prompt lookup alongside a drafter that takes time, each request has an acceptance rate for either, and the
     policy chooses between them. Drafts of prompt lookup that are not verified serve as shadow drafts, so its rate is
@@ -91,6 +92,7 @@ class DraftPolicy:
         self._offering: set[int] = set()  # requests with a match in the last step
         self._hit_rate = 0.5  # of recent lookups
         self._is_trial = self._has_warned = False
+        self._surplus = 0  # accepted draft tokens of successful consecutive trials, minus those not accepted
 
     def counts(
         self,
@@ -123,7 +125,7 @@ class DraftPolicy:
             gap = self._steps_between_trials(outlook, trial) if self._acceptance[False].is_known else 0
             end = max(self._trial_from, self._drafted_at + gap)
         if self._step >= end:
-            self._is_trial, self.by_lookup = True, [False] * len(requests)
+            self._is_trial, self._surplus, self.by_lookup = True, max(self._surplus, 0), [False] * len(requests)
             return trial
         if not any(found):
             self._pause = _Pause({request.request_id for request in requests}, end)
@@ -159,6 +161,8 @@ class DraftPolicy:
     def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
         """Update the acceptance estimates with the outcome of a verified draft or a shadow draft."""
         self._acceptance[by_lookup].note(request_id, num_drafted, num_accepted)
+        if self._is_trial and not by_lookup:
+            self._surplus += 2 * num_accepted - num_drafted
 
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Record the end of a step.
@@ -355,5 +359,7 @@ class DraftPolicy:
         plain = self._time.seconds(num_requests, 0, num_cached)
         waits = 2 * self._time.device.drafts_s  # host latency before and after the trial step
         seconds = self._seconds(num_requests, num_requests, num_cached, sum(trial), max(trial))
+        if self._surplus > 0 and (num_requests + sum(trial)) / seconds > LEAST_GAIN * self._rate:
+            return 0
         cost = seconds + waits - num_requests / self._rate
         return math.ceil(min(max(cost / plain / TRIAL_SHARE, SHORTEST_PAUSE), LONGEST_PAUSE))
