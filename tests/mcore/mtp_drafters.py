@@ -124,7 +124,7 @@ class CheckedMTPDrafter(MTPDrafter):
 
     Args:
         known: Drafter whose tokens replace those of the head, which are computed nevertheless; None: none are replaced.
-        share: Share of the requests of a call that are checked.
+        share: Share of the requests of a call that are checked, beside the first of all.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class CheckedMTPDrafter(MTPDrafter):
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each request."""
         for request in requests:
-            if self._random.random() < self._share:
+            if not self.num_checked or self._random.random() < self._share:
                 try:
                     self.check(request.running)
                 except AssertionError as error:
