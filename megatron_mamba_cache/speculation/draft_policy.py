@@ -27,6 +27,8 @@ FIRST_VALIDITY, LONGEST_VALIDITY = 2, 16
 """Number of steps for which the first estimate for a request is used, and most steps for any estimate."""
 MOST_MISSES = 8
 """A request is hardly looked up after this number of lookups without a match, as long as the drafter saves time."""
+USUAL_STEPS = 16
+"""Effective number of recent steps whose speed is compared with that of drafts."""
 HIT_WINDOW, LEAST_HIT_RATE = 64, 0.1
 """Effective number of lookups in their hit rate, and the hit rate below which new requests are hardly looked up."""
 _NEVER = 1 << 62
@@ -92,6 +94,8 @@ class DraftPolicy:
         self._offering: set[int] = set()  # requests with a match in the last step
         self._hit_rate = 0.5  # of recent lookups
         self._is_trial = self._has_warned = False
+        self._tokens = self._spent = 0.0  # expected tokens and seconds of recent steps, if prompt lookup may draft
+        self._seconds_planned, self._num_accepted = 0.0, 0  # of the current step
         self._surplus = 0  # accepted draft tokens of successful consecutive trials, minus those not accepted
 
     def counts(
@@ -115,7 +119,10 @@ class DraftPolicy:
         outlook = self._outlook_of(requests, max_counts)
         offered = self._offered(outlook, requests, max_counts, offers)
         found = self._best(outlook, requests, max_counts, offered, budget)
-        if not any(found) and self._step - outlook.step >= PATIENCE:  # an old outlook must not begin a pause
+        may_pause = not self._waits_for_match(outlook)
+        if (
+            not any(found) and may_pause and self._step - outlook.step >= PATIENCE
+        ):  # an old outlook must not begin a pause
             outlook = self._outlook = self._estimate(requests, self._step)
             found = self._best(outlook, requests, max_counts, offered, budget)
         if any(count and not is_lookup for count, is_lookup in zip(found, self.by_lookup, strict=True)):
@@ -127,7 +134,7 @@ class DraftPolicy:
         if self._step >= end:
             self._is_trial, self._surplus, self.by_lookup = True, max(self._surplus, 0), [False] * len(requests)
             return trial
-        if not any(found):
+        if not any(found) and may_pause:
             self._pause = _Pause({request.request_id for request in requests}, end)
         return found
 
@@ -161,6 +168,7 @@ class DraftPolicy:
     def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
         """Update the acceptance estimates with the outcome of a verified draft or a shadow draft."""
         self._acceptance[by_lookup].note(request_id, num_drafted, num_accepted)
+        self._num_accepted += num_accepted
         if self._is_trial and not by_lookup:
             self._surplus += 2 * num_accepted - num_drafted
 
@@ -180,6 +188,10 @@ class DraftPolicy:
         elif asked or self._is_trial:
             self._num_empty += 1
         self._step += 1
+        if self._has_lookup:
+            self._tokens += (len(requests) + self._num_accepted - self._tokens) / USUAL_STEPS
+            self._spent += (self._seconds_planned - self._spent) / USUAL_STEPS
+            self._num_accepted = 0
         if self._is_trial and not drafted:
             self._trial_from = self._step + min(SHORTEST_PAUSE << min(self._num_empty, 8), LONGEST_PAUSE)
         elif asked and not drafted and not self._is_patient:
@@ -309,6 +321,10 @@ class DraftPolicy:
                 self.note_offer(request.request_id, is_found=found > 0)
         return offered
 
+    def _waits_for_match(self, outlook: Outlook) -> bool:
+        """Return True if a step without drafts may only mean that prompt lookup, the faster drafter, found no match."""
+        return self._has_lookup and outlook.pays
+
     def _may_find(self, request_id: int) -> bool:
         """Return True unless the last lookups of a request found nothing, or those of all if it is new."""
         return self._misses.get(request_id, 0 if self._hit_rate > LEAST_HIT_RATE else MOST_MISSES) < MOST_MISSES
@@ -322,20 +338,32 @@ class DraftPolicy:
         budget: int,
         least_gain: float = LEAST_GAIN,
     ) -> list[int]:
-        """Return the draft counts with the highest expected tokens per second, the drafter's time included.
+        """Return the draft counts with the highest expected gain, the drafter's time included.
+
+        The gain is the number of tokens, minus those of steps without drafts in the same time. If both prompt lookup
+        and the drafter save time, it is minus those of recent steps: the drafter should not draft tokens slowly that
+        prompt lookup would draft fast in one of the next steps. Drafting then never pauses, so each step waits for the
+        host.
 
         Sets `by_lookup`: no request, all requests, or those for which its draft is expected to yield more tokens.
         """
         num_requests, num_cached = len(requests), outlook.num_cached
-        self._rate = num_requests / self._time.seconds(num_requests, 0, num_cached)
-        best, least_rate = [0] * num_requests, least_gain * self._rate
+        best, plain = [0] * num_requests, self._time.seconds(num_requests, 0, num_cached)
+        self._rate = usual = num_requests / plain
+        if self._waits_for_match(outlook):
+            plain += self._time.device.drafts_s
+            usual = max(usual, self._tokens / self._spent if self._spent else 0.0)
+        self._seconds_planned = plain
+        best_gain = least_gain * num_requests - usual * plain
         for choice in choices(*self._prospects(outlook, requests), max_counts, offered, budget):
             if not any(choice.counts):
                 continue
             num_drafting, num_drafts = choice.num_drafting, sum(choice.counts)
-            rate = choice.num_tokens / self._seconds(num_requests, num_drafting, num_cached, num_drafts, choice.longest)
-            if rate > least_rate:
-                best, least_rate, self._rate, self.by_lookup = choice.counts, rate, rate, choice.by_lookup
+            seconds = self._seconds(num_requests, num_drafting, num_cached, num_drafts, choice.longest)
+            gain = choice.num_tokens - usual * seconds
+            if gain > best_gain:
+                best, best_gain, self.by_lookup = choice.counts, gain, choice.by_lookup
+                self._rate, self._seconds_planned = choice.num_tokens / seconds, seconds
         return best
 
     def _seconds(self, num_requests: int, num_drafting: int, num_cached: int, num_drafts: int, most: int) -> float:
