@@ -124,7 +124,7 @@ class CheckedMTPDrafter(MTPDrafter):
 
     Args:
         known: Drafter whose tokens replace those of the head, which are computed nevertheless; None: none are replaced.
-        share: Share of the requests of a call that are checked, beside the first of all.
+        share: Share of the requests of a call that are checked; the first of all always is.
     """
 
     def __init__(
