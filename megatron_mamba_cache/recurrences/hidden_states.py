@@ -242,10 +242,10 @@ def previous_in_decode_ref(x: Tensor, pool: Tensor, rows: DecodeBatch) -> Tensor
     if not len(x) or not len(rows.accepted):
         return torch.zeros_like(x)
     tokens, slots, max_len = PaddedTokens(rows), rows.columns[:, 0], rows.max_len
-    inputs, windows = tokens.gather(x), load_slots(pool[:, :max_len], slots, pool.dtype)
-    kept = last_hidden_states(pool, slots, rows.accepted)
+    inputs, windows = tokens.gather(x), load_slots(pool, slots, pool.dtype)
+    kept = _last_of(windows, rows.accepted)
     y = tokens.scatter(torch.cat((kept[:, None], inputs[:, :-1]), dim=1), x)
-    store_slots(pool[:, :max_len], slots, torch.where(tokens.inside[:, :, None], inputs, windows))
+    store_slots(pool[:, :max_len], slots, torch.where(tokens.inside[:, :, None], inputs, windows[:, :max_len]))
     return y
 
 
@@ -257,9 +257,12 @@ def last_hidden_states(pool: Tensor, slots: Tensor, accepted: Tensor) -> Tensor:
         slots: [requests] int32 live slots.
         accepted: [requests] int32 number of tokens that each request accepted in the last step.
     """
-    windows = load_slots(pool, slots, pool.dtype)
-    index = (accepted.to(torch.int64) - 1).clamp(0, pool.shape[1] - 1)
-    return windows.gather(1, index[:, None, None].expand(-1, 1, pool.shape[2]))[:, 0]
+    return _last_of(load_slots(pool, slots, pool.dtype), accepted)
+
+
+def _last_of(windows: Tensor, accepted: Tensor) -> Tensor:
+    index = (accepted.to(torch.int64) - 1).clamp(0, windows.shape[1] - 1)
+    return windows.gather(1, index[:, None, None].expand(-1, 1, windows.shape[2]))[:, 0]
 
 
 def _width(x: Tensor) -> int:
