@@ -28,15 +28,16 @@ class SuffixIndex:
         min_match: Minimum length of a match in tokens, and length of the n-grams.
         max_match: Maximum length of a match in tokens.
         max_candidates: Maximum number of earlier occurrences to compare, most recent first.
+        length: Number of tokens that the text will have soon, for which memory is reserved.
     """
 
-    def __init__(self, min_match: int, max_match: int, max_candidates: int) -> None:
+    def __init__(self, min_match: int, max_match: int, max_candidates: int, length: int) -> None:
         self._min_match = min_match
         self._max_match = max_match
         self._max_candidates = max_candidates
         self._length = 0
         self._text: npt.NDArray[np.int32] = np.empty(0, dtype=np.int32)
-        self._reserve(_SMALLEST_CAPACITY)
+        self._reserve(max(_SMALLEST_CAPACITY, length + length // 4))
 
     def __len__(self) -> int:
         return self._length
@@ -152,6 +153,8 @@ def _hash_grams(grams: Iterable[Any], shift: int) -> Any:
 
 
 _NUM_CHECKED = 8
+_MOST_INDEXED = 1 << 14
+"""Maximum number of tokens of a request that are indexed at once, which takes about a millisecond."""
 
 
 class PromptLookupDrafter:
@@ -181,8 +184,11 @@ class PromptLookupDrafter:
         self._indices: dict[int, SuffixIndex] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return a draft for each request; a draft is empty if the request's last tokens do not occur earlier."""
-        return [Draft(self._current_index(request.running).continuation(request.num_tokens)) for request in requests]
+        """Return a draft for each request; a draft is empty if the request's last tokens do not occur earlier.
+
+        The first calls for a long prompt only index a part of it each, and return empty drafts.
+        """
+        return [Draft(self._continuation(request)) for request in requests]
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return 0, because a lookup takes negligible time compared with a step."""
@@ -192,20 +198,23 @@ class PromptLookupDrafter:
         """Free the index of a request; do nothing for an unknown request."""
         self._indices.pop(request_id, None)
 
-    def _current_index(self, request: RunningRequest) -> SuffixIndex:
-        """Return the index of a request's whole text; rebuild it if the request has another text than before."""
-        index = self._indices.get(request.request_id)
-        if index is not None:
-            last = index.last_tokens(_NUM_CHECKED)
-            start = len(index) - len(last)
-            tokens = list(request.tokens(start, request.length))
-            if tokens[: len(last)] == last:
-                if len(tokens) > len(last):
-                    index.extend(tokens[len(last) :])
-                return index
-        index = self._indices[request.request_id] = SuffixIndex(self._min_match, self._max_match, self._max_candidates)
-        index.extend(request.tokens(0, request.length))
-        return index
+    def _continuation(self, request: DraftRequest) -> tuple[int, ...]:
+        """Return draft tokens; rebuild the index of a request that has another text than before."""
+        running = request.running
+        index = self._indices.get(running.request_id)
+        if index is None or not _continues(index, running):
+            index = SuffixIndex(self._min_match, self._max_match, self._max_candidates, running.length)
+            self._indices[running.request_id] = index
+        known, length = len(index), running.length
+        if known < length:
+            index.extend(running.tokens(known, min(length, known + _MOST_INDEXED)))
+        return index.continuation(request.num_tokens) if length <= known + _MOST_INDEXED else ()
+
+
+def _continues(index: SuffixIndex, request: RunningRequest) -> bool:
+    """Return True if the request's text starts with the indexed text; only the last indexed tokens are compared."""
+    last = index.last_tokens(_NUM_CHECKED)
+    return list(request.tokens(len(index) - len(last), len(index))) == last
 
 
 @dataclass(frozen=True, slots=True)
