@@ -1,6 +1,7 @@
 """Measure the host time and the Python calls of a decode step, and how often the device waits for the host.
 
-    PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--spread N] [--waiting N] [--json FILE]
+    PYTHONPATH=. python3 benchmarks/host_work.py [--rows N ...] [--spread N] [--waiting N] [--drafter NAME]
+        [--json FILE]
 
 A tiny model decodes with captured steps that are never replayed, so only the host works. The script therefore runs on
 any machine; the generated tokens are meaningless. Only steps count that overlap with both the preceding and the next
@@ -11,6 +12,10 @@ machine changes by the minute.
 "Overlapped" is the fraction of further steps of any kind that overlapped with the preceding step. In all other steps,
 the device waits for the host. With `--spread`, prompts have different lengths, so that requests reach the ends of KV
 blocks one by one, as under a real load. With `--waiting`, some requests wait in the queue until a running request ends.
+
+With `--drafter mtp`, each request has NUM_DRAFTS drafts of a random MTP head in each step. With `--drafter auto`, the
+engine also decides how many drafts each request has and which requests are looked up; all drafts of the head count as
+accepted.
 """
 
 import argparse
@@ -25,12 +30,16 @@ from statistics import median
 from typing import Any
 from unittest.mock import patch
 
+from loads.known_head import random_head
 from loads.serving_engine import MODES, SHAPES, config_of, model_of, send
 from measuring.machine import describe_machine
 from torch import Tensor
 from turn_latency import some_tokens
 
-from megatron_mamba_cache import build_engine
+from megatron_mamba_cache import build, build_engine
+from megatron_mamba_cache.models.drafting import mtp_drafter
+from megatron_mamba_cache.speculation.draft_policy import DraftPolicy
+from megatron_mamba_cache.speculation.prompt_lookup import AutoDrafter
 from megatron_mamba_cache.step import graphs
 from megatron_mamba_cache.step.recorder import Compute, Prepare, Replay, nothing
 
@@ -40,6 +49,8 @@ NUM_REPLY = 900
 NUM_PROFILED = 30
 NUM_TIMED = 200
 NUM_COUNTED = 256
+NUM_DRAFTS = 3
+NUM_DRAFTED_REPLY = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +78,51 @@ class LeavesReplaysOut:
         return tuple(result.clone() for result in compute()), Replay(nothing, prepare)
 
 
-def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0) -> HostWork:
+class RightPolicy(DraftPolicy):
+    """Takes all drafts of the drafter for right."""
+
+    def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
+        """Record the outcome of a draft."""
+        super().note(request_id, num_drafted, num_accepted if by_lookup else num_drafted, by_lookup=by_lookup)
+
+
+class QuickDrafter(mtp_drafter.MTPDrafter):
+    """A head whose passes seem to take hardly any time, so that drafts always pay."""
+
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
+        """Return hardly any time."""
+        return 1e-9
+
+
+def host_work(model: Any, num_rows: int, spread: int = 0, num_waiting: int = 0, drafter: str = "none") -> HostWork:
     """Measure steps of `num_rows` requests, whose prompt lengths differ by up to `spread` tokens.
 
     Args:
         num_waiting: Number of requests that wait until a running request ends.
+        drafter: "none", "mtp" or "auto".
     """
     room = {"max_requests": num_rows, "max_tokens": 4096, "state_gb": 0.1, "kv_gb": 0.1}
     shape = replace(SHAPES["tiny"], prefill_graph_tokens=0, **room)  # each capture computes its tokens
-    rng = random.Random(num_rows)
+    shape = replace(shape, adaptive_drafts=drafter == "auto")
+    config = replace(config_of(shape, MODES["full"]), num_cuda_graphs=1)
+    head, rng = None, random.Random(num_rows)
+    if drafter != "none":
+        config = replace(config, num_speculative_tokens=NUM_DRAFTS)
+        head = QuickDrafter(model, random_head(shape.fields, model.config.params_dtype))
     with (
         patch.object(graphs, "CudaRecorder", LeavesReplaysOut),
         patch.object(graphs, "device_reason", lambda memory: None),
+        patch.object(mtp_drafter, "CudaRecorder", LeavesReplaysOut),
+        patch.object(mtp_drafter, "device_reason", lambda memory: None),
+        patch.object(build, "DraftPolicy", RightPolicy),
     ):
-        engine = build_engine(model, replace(config_of(shape, MODES["full"]), num_cuda_graphs=1))
-    for index in range(num_rows + num_waiting):
-        num_tokens = NUM_PROMPT + rng.randrange(spread + 1)
-        send(engine, index, some_tokens(rng, shape, num_tokens), NUM_REPLY)
-    while len(engine.waiting_request_ids) > num_waiting or not engine.context.is_decode_only():
-        engine.step_modern()
+        engine = build_engine(model, config, drafter=AutoDrafter(head) if drafter == "auto" and head else head)
+        num_reply = NUM_DRAFTED_REPLY if head else NUM_REPLY
+        for index in range(num_rows + num_waiting):
+            num_tokens = NUM_PROMPT + rng.randrange(spread + 1)
+            send(engine, index, some_tokens(rng, shape, num_tokens), num_reply)
+        while len(engine.waiting_request_ids) > num_waiting or not engine.context.is_decode_only():
+            engine.step_modern()
     calls = [_num_calls(engine) for _ in range(NUM_PROFILED)]
     seconds = [_seconds(engine) for _ in range(NUM_TIMED)]
     overlapped = [_overlaps(engine) for _ in range(NUM_COUNTED)]
@@ -137,10 +174,12 @@ def main() -> None:
     parser.add_argument(
         "--waiting", type=int, default=0, metavar="N", help="requests that wait for a running request to end"
     )
+    parser.add_argument("--drafter", choices=("none", "mtp", "auto"), default="none", help="default: none")
     parser.add_argument("--json", type=Path, help="also write the results to FILE")
     arguments = parser.parse_args()
     model = model_of(SHAPES["tiny"])
-    found = [host_work(model, num_rows, arguments.spread, arguments.waiting) for num_rows in arguments.rows]
+    load = arguments.spread, arguments.waiting, arguments.drafter
+    found = [host_work(model, num_rows, *load) for num_rows in arguments.rows]
     print(describe_machine(), "\n\n| rows | calls a step | ms a step | overlapped, % |\n|---:|---:|---:|---:|")
     for work in found:
         print(f"| {work.num_rows} | {work.calls:.0f} | {work.milliseconds:.3f} | {100 * work.overlapped:.0f} |")

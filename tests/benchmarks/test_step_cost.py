@@ -42,6 +42,21 @@ def test_host_work_grows_slowly_with_the_number_of_requests(
     assert apart.overlapped == 1  # although requests reach the ends of blocks one by one
 
 
+@pytest.mark.long
+@pytest.mark.skipif(torch.cuda.is_available(), reason="takes captured steps without CUDA")
+def test_choice_between_drafters_takes_little_of_the_host_work_of_a_step(
+    serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host_work = import_module("host_work")
+    for name, count in (("NUM_PROFILED", 9), ("NUM_TIMED", 3), ("NUM_COUNTED", 3), ("NUM_DRAFTED_REPLY", 900)):
+        monkeypatch.setattr(host_work, name, count)
+    model = serving_engine.model_of(serving_engine.SHAPES["tiny"])
+    for num_rows in (1, 24):
+        head, auto = (host_work.host_work(model, num_rows, drafter=drafter).calls for drafter in ("mtp", "auto"))
+        print(f"{num_rows} requests: {head} calls a step with the head's drafts, {auto} with the choice")
+        assert head < auto < 1.2 * head
+
+
 def test_steps_of_each_batch_size_are_timed(step_cost: ModuleType, serving_engine: ModuleType) -> None:
     shape = serving_engine.SHAPES["tiny"]
     costs = step_cost.step_costs(serving_engine.model_of(shape), shape, (1, 20), 72)
