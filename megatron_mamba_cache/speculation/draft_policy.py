@@ -323,7 +323,7 @@ class DraftPolicy:
 
     def _waits_for_match(self, outlook: Outlook) -> bool:
         """Return True if a step without drafts may only mean that prompt lookup, the faster drafter, found no match."""
-        return self._has_lookup and outlook.pays
+        return self._has_lookup and outlook.pays and self._hit_rate > LEAST_HIT_RATE
 
     def _may_find(self, request_id: int) -> bool:
         """Return True unless the last lookups of a request found nothing, or those of all if it is new."""
