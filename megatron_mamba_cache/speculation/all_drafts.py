@@ -38,6 +38,9 @@ class AllDrafts:
     def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
         """Do nothing."""
 
+    def note_shadow(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
+        """Do nothing."""
+
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Do nothing."""
 

@@ -262,7 +262,7 @@ class DraftPlanner:
 
     def _note_shadows(self, requests: Sequence[RunningRequest]) -> None:
         for outcome in self._shadow_drafts.ended(requests):
-            self._policy.note(*outcome, by_lookup=self._lookup is not None)
+            self._policy.note_shadow(*outcome)
 
     def _looked_up(self, requests: Sequence[RunningRequest], max_counts: Sequence[int]) -> list[Draft]:
         """Return a draft of prompt lookup for each request, no longer than its maximum."""

@@ -120,9 +120,8 @@ class DraftPolicy:
         offered = self._offered(outlook, requests, max_counts, offers)
         found = self._best(outlook, requests, max_counts, offered, budget)
         may_pause = not self._waits_for_match(outlook)
-        if (
-            not any(found) and may_pause and self._step - outlook.step >= PATIENCE
-        ):  # an old outlook must not begin a pause
+        is_old = self._step - outlook.step >= PATIENCE
+        if not any(found) and may_pause and is_old:  # only a recent outlook may begin a pause
             outlook = self._outlook = self._estimate(requests, self._step)
             found = self._best(outlook, requests, max_counts, offered, budget)
         if any(count and not is_lookup for count, is_lookup in zip(found, self.by_lookup, strict=True)):
@@ -166,11 +165,15 @@ class DraftPolicy:
         return list(proposed) if num_tokens / seconds > LEAST_GAIN * num_requests / plain else [0] * num_requests
 
     def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
-        """Update the acceptance estimates with the outcome of a verified draft or a shadow draft."""
+        """Update the acceptance estimates with the outcome of a verified draft."""
         self._acceptance[by_lookup].note(request_id, num_drafted, num_accepted)
         self._num_accepted += num_accepted
         if self._is_trial and not by_lookup:
             self._surplus += 2 * num_accepted - num_drafted
+
+    def note_shadow(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
+        """Update the acceptance estimates with the outcome of a shadow draft."""
+        self._acceptance[self._has_lookup].note(request_id, num_drafted, num_accepted)
 
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Record the end of a step.
