@@ -40,10 +40,10 @@ class Prospects:
         """Return the prospects with up to `most` drafts.
 
         Args:
-            drafting: Requests that are expected to draft; if there are none, all requests.
+            drafting: Requests that are expected to draft; if these are not among the requests, all do.
             seconds: As in `best_threshold`.
         """
-        reach = acceptance.reach(request_ids, most)
+        reach, drafting = acceptance.reach(request_ids, most), drafting.intersection(request_ids)
         max_counts = [most * (not drafting or request_id in drafting) for request_id in request_ids]
         threshold, rate = best_threshold(reach[:-1], max_counts, seconds)
         counts, tokens = (reach >= threshold).sum(axis=1), expected_tokens(reach)
