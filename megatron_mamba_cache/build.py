@@ -163,7 +163,7 @@ def build_engine(
 
 def _chain_of(drafter: Drafter | AutoDrafter | None) -> Any:
     main = _main_of(drafter)
-    return main.mtp_chain if isinstance(main, UsesModelMemory) else None
+    return main.mtp_chain if isinstance(main, UsesModelMemory) else None  # None on other stages than the last
 
 
 def _digest_of(model: Any, head: Any) -> bytes:
@@ -220,7 +220,7 @@ def _check_hidden_states(
         raise ValueError(f"{name} reads hidden states of size {width}, but the model's hidden size is {hidden_size}")
     if not only_last:
         raise ValueError(f"{name} reads hidden states: build the engine with materialize_only_last_token_logits=True")
-    if num_stages > 1:
+    if num_stages > 1 and isinstance(drafter, ReadsHiddenStates):
         raise ValueError(
             f"{name} reads hidden states, which exist only on the last of {num_stages} pipeline stages; use 1 stage"
         )

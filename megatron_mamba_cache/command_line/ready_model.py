@@ -14,12 +14,12 @@ from ..config import CacheConfig
 from ..mcore.engine import MambaCacheEngine
 from ..mcore.model_ranks import ranks_of_process
 from ..mcore.model_reading import model_shape_of
-from ..mcore.mtp_head import MTPHead
+from ..mcore.mtp_head import MTPHead, RemoteHead
 from ..models.checkpoints.hugging_face import ActivationDtype, LoadedModel, load_hugging_face
 from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from ..models.checkpoints.mtp_tensors import MTPLoading
 from ..models.drafting.draft_model import DraftModelDrafter
-from ..models.drafting.mtp_drafter import MTPDrafter, is_split
+from ..models.drafting.mtp_drafter import check_head_experts, drafter_of
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
@@ -45,7 +45,7 @@ class ReadyModel:
     tokenizer: HuggingFaceTokenizer | ByteTokenizer | TokenIdTokenizer
     description: str
     dtype: str  # dtype of the weights, "fp32" or "bf16"
-    mtp: MTPHead | None = None  # loaded for `--drafter mtp` and `--drafter auto`
+    mtp: MTPHead | RemoteHead | None = None  # loaded for `--drafter mtp` and `--drafter auto`
 
     @property
     def writes_text(self) -> bool:
@@ -65,14 +65,13 @@ class WeightFlags:
     def of(cls, arguments: Namespace) -> "WeightFlags":
         """Return the flags in the parsed arguments of a command."""
         mtp: MTPLoading = "required" if arguments.drafter == "mtp" else "none"
-        if arguments.drafter == "auto" and arguments.num_speculative_tokens != 0 and not _splits_model(arguments):
+        if (
+            arguments.drafter == "auto"
+            and arguments.num_speculative_tokens != 0
+            and arguments.expert_model_parallel_size == 1
+        ):
             mtp = "auto"
         return cls(arguments.dequantize_weights, arguments.activation_dtype, mtp)
-
-
-def _splits_model(arguments: Namespace) -> bool:
-    kinds = ("tensor", "pipeline", "expert")
-    return any(getattr(arguments, f"{kind}_model_parallel_size") > 1 for kind in kinds)
 
 
 _DEFAULT_FLAGS = WeightFlags()
@@ -152,13 +151,15 @@ def drafter_maker(
         settings: Returns the settings of the draft model's cache; called for each drafter.
 
     Raises:
-        UsageError: If the draft model cannot be loaded, its vocabulary size differs from that of `model`, or a model
-            with an MTP head is split over several processes.
+        UsageError: If the draft model cannot be loaded, its vocabulary size differs from that of `model`, or the
+            experts of an MTP head are split over several processes.
     """
     if model.mtp is not None:
-        if is_split():
-            raise UsageError(f"{_MTP_FLAG} needs a model in a single process; use --drafter prompt-lookup")
-        make = partial(MTPDrafter, model.model, model.mtp)
+        try:
+            check_head_experts(model.mtp.pattern)
+        except ValueError as error:
+            raise UsageError(f"{_MTP_FLAG}: {error}") from error
+        make = partial(drafter_of, model.model, model.mtp)
         return (lambda _: make()) if arguments.drafter == "mtp" else (lambda _: AutoDrafter(make()))
     directory = draft_directory(arguments)
     if directory is None:

@@ -1,11 +1,17 @@
 """Embeddings, rotary table and output layer of a model, for parts of it that run outside its forward pass."""
 
+from typing import Any
+
 from megatron.core.models.mamba import MambaModel
 from torch import Tensor
 
 
-def embeddings_of(model: MambaModel, token_ids: Tensor, positions: Tensor) -> Tensor:
-    """Return the embeddings, [tokens, hidden], of packed tokens, [tokens] int64 ids at [tokens] int64 positions."""
+def embeddings_of(model: Any, token_ids: Tensor, positions: Tensor) -> Tensor:
+    """Return the embeddings, [tokens, hidden], of packed tokens, [tokens] int64 ids at [tokens] int64 positions.
+
+    Args:
+        model: A MambaModel, or a module with token embeddings of its own.
+    """
     found: Tensor = model.embedding(input_ids=token_ids.unsqueeze(0), position_ids=positions)
     return found.squeeze(1)
 

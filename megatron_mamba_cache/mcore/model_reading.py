@@ -18,7 +18,7 @@ from ..recurrences.interface import Recurrence
 from ..recurrences.model_shape import HybridModelShape, RecurrentLayers, kv_heads_of_rank
 from .expert_layer import waits_for_experts
 from .linear import QuantizableLinear
-from .mtp_head import MTPHead
+from .mtp_head import MTPHead, RemoteHead
 from .self_attention import CachingSelfAttention
 from .specs import check_layer_pattern
 from .stacked_experts import StackedExperts
@@ -53,7 +53,9 @@ class _Part:
     fingerprint: str
 
 
-def model_shape_of(model: Any, ranks: Ranks | None = None, head: MTPHead | None = None) -> HybridModelShape:
+def model_shape_of(
+    model: Any, ranks: Ranks | None = None, head: MTPHead | RemoteHead | None = None
+) -> HybridModelShape:
     """Read the shape of a MambaModel that was built from a `with_mamba_cache` spec; all its ranks must call this.
 
     Args:
@@ -64,7 +66,7 @@ def model_shape_of(model: Any, ranks: Ranks | None = None, head: MTPHead | None 
         ValueError: If the model is not a hybrid of Mamba and attention layers, was built without the caching modules,
             has KV heads that cannot be divided between the ranks, or has different mixers on tensor-parallel ranks.
     """
-    ranks = ranks or OneRank()
+    ranks, head = ranks or OneRank(), head if isinstance(head, MTPHead) else None
     parts = ranks.gather(on_all_ranks(ranks, lambda: _part_of(model, head)))
     num_tensor_ranks = ranks.num_ranks // ranks.num_stages
     stages = parts[::num_tensor_ranks]

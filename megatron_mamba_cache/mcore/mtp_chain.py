@@ -34,7 +34,7 @@ class MTPChain:
     """An MTP head, which is applied again for each further draft.
 
     Args:
-        model: The MambaModel, on a single pipeline stage.
+        model: The last pipeline stage of a MambaModel.
         short_list: Tokens that may be drafted; None for the whole vocabulary.
     """
 
@@ -92,7 +92,7 @@ class MTPChain:
         )
         previous = before[0] if len(before) == 1 else torch.cat(before)
         self.head.write_entries(
-            embeddings_of(self._model, batch.token_ids, batch.positions),
+            self._embeddings_of(batch.token_ids, batch.positions),
             previous,
             entries,
             self.rotary(entries.max_sequence_length),
@@ -106,9 +106,12 @@ class MTPChain:
             hidden_states: [tokens, hidden] of the token before each token: after the model's final norm if it was
                 verified, of this head if it was drafted, zeros at position 0.
         """
-        embeddings = embeddings_of(self._model, token_ids, step.batch.positions)
+        embeddings = self._embeddings_of(token_ids, step.batch.positions)
         found: Tensor = self.head(embeddings, hidden_states, step, self.rotary(step.max_sequence_length))
         return found
+
+    def _embeddings_of(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+        return embeddings_of(self._model if self.head.embedding is None else self.head, token_ids, positions)
 
     def rotary(self, num_positions: int) -> Tensor | None:
         """Return the model's rotary angles; see `rotary_of`."""

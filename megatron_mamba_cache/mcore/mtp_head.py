@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 import torch
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_hybrid_layer_allocation import Symbols
 from megatron.core.transformer.module import MegatronModule
@@ -72,6 +73,13 @@ class MTPStep:
     first_prompt: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class RemoteHead:
+    """A head on the last pipeline stage, on the other stages, which only receive its drafts."""
+
+    pattern: str
+
+
 class MTPHead(MegatronModule):
     """Norms of embedding and hidden state, a projection that joins them, and layers that end in a norm.
 
@@ -79,12 +87,17 @@ class MTPHead(MegatronModule):
         config: Megatron's configuration of a stack with the head's layers.
         spec: Spec of the stack, the same as the model's.
         pattern: One symbol per layer, as in the model's pattern; without recurrent layers.
+        vocab_size: Size of the head's own token embeddings; None if those of the model are on this rank.
     """
 
-    def __init__(self, config: Any, spec: ModuleSpec, pattern: str) -> None:
+    def __init__(self, config: Any, spec: ModuleSpec, pattern: str, vocab_size: int | None = None) -> None:
         super().__init__(config=config)
         groups, size = ProcessGroupCollection.use_mpu_process_groups(), config.hidden_size
+        groups.pp = groups.cp  # a group of one rank, because a single pipeline stage has all layers
         self.pattern = pattern
+        self.embedding = None
+        if vocab_size is not None:
+            self.embedding = LanguageModelEmbedding(config, vocab_size, 1, "none", tp_group=groups.tp)
         self.embedding_norm = LayerNorm(config, size, config.layernorm_epsilon)
         self.hidden_norm = LayerNorm(config, size, config.layernorm_epsilon)
         self.joining = OneTokenColumnLinear(

@@ -1,6 +1,7 @@
 """Count what the steps of a model and the passes of its head read, to estimate their times."""
 
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -26,20 +27,21 @@ def step_time_of(model: Any, shape: HybridModelShape, config: CacheConfig, ranks
 
 
 def head_time_of(model: Any, head: MTPHead, num_tokens: int) -> StepTime:
-    """Return an estimator of the time of a pass of a head on a single rank, which ends with the output layer.
+    """Return an estimator of the time of a pass of a head on this rank, which ends with the output layer.
 
     Args:
         num_tokens: Number of tokens that may be drafted, whose rows of the output layer the pass reads.
     """
-    weights, settings, output = _weights_of(head), model.config, num_tokens * model.config.hidden_size
+    weights, settings = _weights_of(head.joining, head.decoder), model.config
+    output = num_tokens * settings.hidden_size // settings.tensor_model_parallel_size
     num_experts, top_k = (settings.num_moe_experts, settings.moe_router_topk) if weights.of_expert else (0, 0)
     reads = StepReads(
         num_layers=1 + len(head.pattern),
         weights=weights.shared_bytes + output * settings.params_dtype.itemsize,
         expert=weights.expert_bytes,
-        num_experts=num_experts,
+        num_experts=num_experts // num_expert_ranks(),
         chosen=top_k / num_experts if num_experts else 0.0,
-        num_expert_ranks=1,
+        num_expert_ranks=num_expert_ranks(),
         state=0,
         draft=0,
         cached_token=0,
@@ -101,10 +103,10 @@ class _Weights:
     expert_bytes: int
 
 
-def _weights_of(layers: nn.Module) -> _Weights:
+def _weights_of(*layers: nn.Module) -> _Weights:
     """Count the matrices of layers on this rank: all weights of quantized ones, too, but only the bytes they take."""
     shared = of_expert = shared_bytes = expert_bytes = 0
-    for module in layers.modules():
+    for module in chain.from_iterable(part.modules() for part in layers):
         if isinstance(module, StackedExperts):
             of_expert += sum(prod(module.weight(name).shape[1:]) for name in EXPERT_WEIGHTS)
             expert_bytes += sum(parameter.nbytes for parameter in module.parameters()) // module.num_experts

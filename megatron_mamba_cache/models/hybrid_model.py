@@ -88,14 +88,20 @@ def _set_rotary_frequencies(model: MambaModel, rotary_base: float) -> None:
     rotary.inv_freq = (1.0 / rotary_base**exponents).to(rotary.inv_freq.device)
 
 
-def transformer_config(architecture: HybridArchitecture, dtype: torch.dtype) -> TransformerConfig:
-    """Return Megatron's configuration for the architecture, split over Megatron's current ranks."""
+def transformer_config(
+    architecture: HybridArchitecture, dtype: torch.dtype, num_stages: int | None = None
+) -> TransformerConfig:
+    """Return Megatron's configuration for the architecture, split over Megatron's current ranks.
+
+    Args:
+        num_stages: Number of pipeline stages; None for that of Megatron's current ranks.
+    """
     attention, experts = architecture.attention, architecture.experts
     feed_forward = architecture.feed_forward
     routing = {} if experts is None else _routing(experts)
     return TransformerConfig(
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        **_stages(architecture, dtype),
+        **_stages(architecture, dtype, num_stages),
         num_layers=len(architecture.pattern),
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=feed_forward.hidden_size,
@@ -156,9 +162,9 @@ def _mixer_settings(sizes: MambaSizes | GatedDeltaSizes) -> dict[str, object]:
     }
 
 
-def _stages(architecture: HybridArchitecture, dtype: torch.dtype) -> dict[str, object]:
+def _stages(architecture: HybridArchitecture, dtype: torch.dtype, num_stages: int | None) -> dict[str, object]:
     """Return the fields of Megatron's configuration for pipeline stages; empty for a single stage."""
-    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
+    num_stages = num_stages or parallel_state.get_pipeline_model_parallel_world_size()
     if num_stages == 1:
         return {}
     return {

@@ -11,6 +11,7 @@ from .architecture import HybridArchitecture
 from .hybrid_model import layer_spec, transformer_config
 from .parameter_shapes import Parameters, WholeParameter, filled_of
 from .placement import Placement, Split
+from .rank_shard import EMBEDDINGS, RankShard
 
 EMBEDDING_NORM, HIDDEN_NORM, JOINING = "embedding_norm.weight", "hidden_norm.weight", "joining.weight"
 FINAL_NORM = "decoder.final_norm.weight"
@@ -26,12 +27,25 @@ def head_architecture(architecture: HybridArchitecture, pattern: str) -> HybridA
     return replace(architecture, pattern=pattern)
 
 
+def has_own_embeddings() -> bool:
+    """Return True if a head has a copy of the token embeddings, which are on another pipeline stage."""
+    return bool(parallel_state.get_pipeline_model_parallel_world_size() > 1)
+
+
+def head_shard(head: HybridArchitecture) -> RankShard:
+    """Return the shard of a head, all layers of which are on the last pipeline stage."""
+    shard = RankShard.of_process(head)
+    return replace(shard, layers=range(len(head.pattern)), is_first_stage=True, is_last_stage=True, is_tied=False)
+
+
 def head_parameters(head: HybridArchitecture) -> Parameters:
-    """Return the shapes of all tensors that a checkpoint stores for a head, by their names in `MTPHead`."""
+    """Return the shapes of all tensors that are loaded for a head, by their names in `MTPHead`."""
     size = head.hidden_size
     norm = WholeParameter((size,), Split())
     layers = {name: found for name, found in filled_of(head).items() if name.startswith("decoder.")}
-    return {EMBEDDING_NORM: norm, HIDDEN_NORM: norm, JOINING: WholeParameter((size, 2 * size), Split(0)), **layers}
+    own = {EMBEDDINGS: WholeParameter((head.vocab_size, size), Split(0))} if has_own_embeddings() else {}
+    joining = WholeParameter((size, 2 * size), Split(0))
+    return {EMBEDDING_NORM: norm, HIDDEN_NORM: norm, JOINING: joining, **own, **layers}
 
 
 def ends_of_head(embedding_norm: str, hidden_norm: str, joining: str, final_norm: str) -> dict[str, tuple[Placement]]:
@@ -49,20 +63,17 @@ def build_mtp_head(
 ) -> MTPHead:
     """Build this rank's shard of a head, in eval mode, with uninitialized parameters.
 
-    The model must have been built before, on the same ranks.
+    The model must have been built before, on the same ranks, of which this one is on the last pipeline stage.
 
     Args:
         replace_weights: As in `build_hybrid_model`.
 
     Raises:
-        ValueError: If the model has several pipeline stages.
         MemoryError: If the weights do not fit in memory.
     """
-    num_stages = parallel_state.get_pipeline_model_parallel_world_size()
-    if num_stages > 1:
-        raise ValueError(f"an MTP head needs a model with a single pipeline stage, found {num_stages} stages")
+    vocab_size = head.vocab_size if has_own_embeddings() else None
 
     def build() -> MTPHead:
-        return MTPHead(transformer_config(head, dtype), layer_spec(head), head.pattern)
+        return MTPHead(transformer_config(head, dtype, num_stages=1), layer_spec(head), head.pattern, vocab_size)
 
     return allocated(head, build, replace_weights)

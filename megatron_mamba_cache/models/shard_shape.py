@@ -16,11 +16,12 @@ def rank_shape(architecture: HybridArchitecture, dtype: torch.dtype, head_patter
     """Return the shape of this rank's shard; raise `ValueError` if the model cannot be split over the ranks.
 
     Args:
-        head_pattern: As in `shard_shape`.
+        head_pattern: As in `shard_shape`, for the head on the last pipeline stage.
     """
     check_ranks(architecture)
     part = RankShard.of_process(architecture)
     num_tensor_ranks = parallel_state.get_tensor_model_parallel_world_size()
+    head_pattern = head_pattern if part.is_last_stage else ""
     return shard_shape(architecture, dtype, part.layers, num_tensor_ranks, head_pattern)
 
 

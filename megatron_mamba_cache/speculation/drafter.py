@@ -92,7 +92,10 @@ class UsesModelMemory(Protocol):
 
     @property
     def mtp_chain(self) -> Any:
-        """The `MTPChain`, which in each step writes keys and values into further layers of the blocks."""
+        """The `MTPChain`, which in each step writes keys and values into further layers of the blocks.
+
+        None on a pipeline stage without the layers.
+        """
 
 
 @runtime_checkable

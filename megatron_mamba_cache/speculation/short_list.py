@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,17 +27,22 @@ class ShortList:
     read it. The list affects drafts only: verification uses the whole vocabulary.
 
     Args:
-        model: A MambaModel on a single rank.
+        model: The last pipeline stage of a MambaModel. Its tensor-parallel ranks each have some tokens of the list, and
+            must call all methods together, about the same requests.
         size: Number of tokens.
     """
 
     def __init__(self, model: Any, size: int) -> None:
         self._model = model
+        self._group = getattr(model.output_layer, "tp_group", None)
+        self._num_ranks = 1 if self._group is None else dist.get_world_size(self._group)
+        self._rank = 0 if self._group is None else dist.get_rank(self._group)
         weight = self._weight
         self._ids = torch.arange(size, device=weight.device)
-        self._rows = weight[:size].clone()
-        self._is_listed = np.arange(len(weight)) < size
-        self._counts = np.zeros(len(weight), np.int64)
+        self._rows = weight.new_empty(len(self._ids_of(self._rank)), weight.shape[1])
+        self.copy_rows()
+        self._is_listed = np.arange(model.vocab_size) < size
+        self._counts = np.zeros(model.vocab_size, np.int64)
         self._num_counted, self._due = 0, _FIRST_COUNT
         self._lengths: dict[int, int] = {}  # number of counted tokens by request id
 
@@ -55,7 +61,15 @@ class ShortList:
         """Return the token of the list with the largest logit for each row of [n, hidden], as [n] int64."""
         is_one = can_multiply_one_token(hidden_states, self._rows)
         logits = (multiply_one_token if is_one else F.linear)(hidden_states, self._rows)
-        return self._ids[greedy_tokens(logits)]
+        index = greedy_tokens(logits)
+        ids = self._ids_of(self._rank)[index]
+        if self._num_ranks == 1:
+            return ids
+        best = torch.stack((logits.gather(1, index[:, None])[:, 0].double(), ids.double()))
+        of_ranks = best.new_empty(self._num_ranks, *best.shape)
+        dist.all_gather_into_tensor(of_ranks, best, group=self._group)
+        chosen = of_ranks[:, 0].argmax(0)
+        return of_ranks[:, 1].gather(0, chosen[None])[0].long()
 
     def count(self, requests: Sequence[RunningRequest]) -> None:
         """Count the new tokens of these requests; choose the list again if it is due and a request begins."""
@@ -76,7 +90,17 @@ class ShortList:
 
     def copy_rows(self) -> None:
         """Copy the rows of the list from the output layer, whose weights may have changed."""
-        torch.index_select(self._weight, 0, self._ids, out=self._rows)
+        weight = self._weight
+        if self._num_ranks == 1:
+            torch.index_select(weight, 0, self._ids, out=self._rows)
+            return
+        for rank in range(self._num_ranks):
+            index = self._ids_of(rank) - self._rank * len(weight)
+            is_here = (index >= 0) & (index < len(weight))
+            rows = torch.where(is_here[:, None], weight[index.clamp(0, len(weight) - 1)], 0)
+            dist.all_reduce(rows, group=self._group)  # exact, because the rows of other ranks are 0
+            if rank == self._rank:
+                self._rows.copy_(rows)
 
     def _choose(self) -> None:
         """Choose the most frequent tokens, the lowest ids first among equals, and give older counts half the weight."""
@@ -89,9 +113,13 @@ class ShortList:
         self._counts //= 2
         self._num_counted, self._due = 0, min(2 * self._due, _MOST_COUNT)
 
+    def _ids_of(self, rank: int) -> Tensor:
+        """Return the tokens of the list whose rows are on a tensor-parallel rank."""
+        return self._ids.tensor_split(self._num_ranks)[rank]
+
     @property
     def _weight(self) -> Tensor:
-        """The weight of the output layer, [vocab, hidden]."""
+        """This rank's part of the weight of the output layer, [vocab / ranks, hidden]."""
         is_shared = self._model.share_embeddings_and_output_weights
         weight = self._model.shared_embedding_or_output_weight() if is_shared else self._model.output_layer.weight
         found: Tensor = weight.detach()

@@ -26,6 +26,7 @@ from megatron_mamba_cache.recurrences.layout import SlotLayout
 from megatron_mamba_cache.recurrences.model_shape import HybridModelShape
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import Hybrid, build_model
+from tests.mcore.mtp_drafters import random_head
 from tests.mcore.toy_models import ToyHybridConfig, put_toys
 from tests.oracle import HybridOracle
 
@@ -65,7 +66,9 @@ def parallel(layout: Layout) -> Iterator[None]:
         with pytest.MonkeyPatch.context() as patch:
             for replacement in (hybrid, block_bytes, state_bytes):
                 patch.setattr(engine_runs, replacement.__name__, replacement)
+            random_head.cache_clear()
             yield
+            random_head.cache_clear()
     except BaseException:  # its frames hold graphs, for whose end NCCL would wait: this process says what failed first
         parallel_state.destroy_model_parallel()
         raise

@@ -168,6 +168,50 @@ def test_draft_model_gives_the_same_drafts_on_all_ranks(
 
 
 @pytest.mark.parametrize(
+    ("layout", "flavour", "seed", "num_graphs", "form", "accuracy", "sampled_share"),
+    [
+        (TENSOR, "disturbed", 24, 3, "dense", 0.9, 0.3),
+        (PIPELINE, "strides", 25, 3, "dense", -1.0, 0.3),
+        *(
+            pytest.param(layout, name, 26 + index, num_graphs, form, accuracy, 0.3, marks=pytest.mark.long)
+            for layout in (TENSOR, PIPELINE)
+            for index, (name, num_graphs, form, accuracy) in enumerate(
+                (
+                    ("disturbed_tiers", 3, "dense", 0.7),
+                    ("few_states", 0, "gated delta", 0.9),
+                    ("tight_blocks", 3, "gated delta", -1.0),
+                    ("disturbed_budget", 3, "dense", 0.0),
+                    ("few_states", 3, "experts", 0.9),
+                    ("disturbed", 0, "experts", -1.0),
+                )
+            )
+        ),
+    ],
+    ids=name_of,
+)
+def test_drafts_of_a_head_are_equal_on_all_ranks_and_change_no_token(
+    layout: Layout,
+    flavour: str,
+    seed: int,
+    num_graphs: int,
+    form: str,
+    accuracy: float,
+    sampled_share: float,
+    worlds: Worlds,
+    totals: Totals,
+) -> None:
+    """Ranks compare the plans of all steps, which include the drafts; with pipeline stages, the last one drafts."""
+    arguments = layout, flavour, seed, num_graphs, 1, form, False, "live", False, accuracy, sampled_share
+    first, *others = worlds.of(2).run(run_workloads, *arguments)
+    assert all(outcome.decisions == first.decisions and outcome.texts == first.texts for outcome in others)
+    plain, drafted = first.seen
+    print({name: drafted[name] for name in ("draft_tokens", "accepted_tokens", "drafting_failures")})
+    assert drafted["draft_tokens"] and plain["prompt_tokens_skipped"] and drafted["prompt_tokens_skipped"]
+    assert bool(drafted["accepted_tokens"]) or accuracy <= 0
+    totals.add(first)
+
+
+@pytest.mark.parametrize(
     ("layout", "flavour", "form"),
     [
         pytest.param(TENSOR, "disturbed_tiers", "dense", marks=pytest.mark.long),

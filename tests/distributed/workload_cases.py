@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process
+from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process, ranks_of_process
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.step import shared_steps
@@ -24,6 +24,7 @@ from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import ERROR_POINTS
+from tests.mcore.mtp_drafters import CheckedMTPDrafter, KnownReceiver
 from tests.mcore.noisy_drafter import NoisyDrafter
 from tests.mcore.random_workloads import (
     FLAVOURS,
@@ -88,8 +89,12 @@ def run_workloads(
     has_grammars: bool = False,
     cached_form: str = "live",
     drafts_with_model: bool = False,
+    head_accuracy: float | None = None,
+    sampled_share: float = 0.0,
 ) -> RankOutcome:
     """Run the workload of a flavour and a seed with and without drafts, like the other ranks.
+
+    With `head_accuracy`, an MTP head drafts, whose drafts are replaced by those that are right so often; -1: are not.
 
     Tokens are compared with the oracle's here; plans with the other ranks' before every forward, with digests.
     """
@@ -104,7 +109,9 @@ def run_workloads(
         capture_without_cuda(patch)
         settings: dict[str, Any] = {"has_grammars": has_grammars, "cached_form": cached_form, "models": models}
         settings["replays"] = flavour in REPLAYED and form not in WITHOUT_REPLAY
-        return _run_workloads(_workload(flavour, seed, num_graphs, digest_steps, **settings), drafts_with_model)
+        settings |= {"has_head": head_accuracy is not None, "sampled_share": sampled_share}
+        work = _workload(flavour, seed, num_graphs, digest_steps, **settings)
+        return _run_workloads(work, drafts_with_model, head_accuracy)
 
 
 def run_fp8_workload(layout: Layout, flavour: str, seed: int) -> tuple[dict[int, list[int]], int]:
@@ -240,14 +247,19 @@ def _workload(flavour: str, seed: int, num_graphs: int, digest_steps: int, **set
     return replace(work, config=replace(work.config, rank_digest_steps=digest_steps, **graphs))
 
 
-def _run_workloads(work: Workload, drafts_with_model: bool = False) -> RankOutcome:
+def _run_workloads(work: Workload, drafts_with_model: bool = False, head_accuracy: float | None = None) -> RankOutcome:
     with _counted_overlapped_steps() as early:
         plain = run_workload(replace(work, config=replace(work.config, num_speculative_tokens=0)))
-        drafter = _draft_model(work) if drafts_with_model else _drafter(plain.texts, work)
+        if head_accuracy is None:
+            drafter = _draft_model(work) if drafts_with_model else _drafter(plain.texts, work)
+        else:
+            drafter = _head(work, None if head_accuracy < 0 else _drafter(plain.texts, work, head_accuracy))
         outcomes = plain, run_workload(work, drafter)
         if isinstance(drafter, CheckedDraftModel):
             drafter.assert_nothing_held()
             assert bool(drafter.counters.graph_steps) is bool(work.config.num_cuda_graphs)
+        if isinstance(drafter, CheckedMTPDrafter) and drafter.checks:
+            drafter.assert_entries_are_right()
     compares = work.config.rank_digest_steps > 0
     logs = [outcome.run.engine.context.digest.log for outcome in outcomes] if compares else []
     return RankOutcome(
@@ -282,6 +294,14 @@ def _draft_model(work: Workload) -> CheckedDraftModel:
     )
 
 
-def _drafter(texts: dict[int, list[int]], work: Workload) -> Drafter:
+def _head(work: Workload, known: NoisyDrafter | None) -> Drafter:
+    """Return the drafter of this rank; checks need a model that computes a whole sequence on its own ranks."""
+    ranks = ranks_of_process()
+    if not ranks.is_last_stage:
+        return KnownReceiver(work.subject, known)
+    return CheckedMTPDrafter(work.subject, known=known, share=0.3 if ranks.num_stages == 1 else 0.0)
+
+
+def _drafter(texts: dict[int, list[int]], work: Workload, accuracy: float = 0.8) -> NoisyDrafter:
     vocab_size = work.subject.sizes.vocab_size
-    return NoisyDrafter(texts, accuracy=0.8, vocab_size=vocab_size, seed=random.Random(len(texts)).randrange(100))
+    return NoisyDrafter(texts, accuracy=accuracy, vocab_size=vocab_size, seed=random.Random(len(texts)).randrange(100))

@@ -14,27 +14,34 @@ from torch import Tensor
 from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention
 from megatron_mamba_cache.mcore.model_ends import embeddings_of, rotary_of
+from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
 from megatron_mamba_cache.mcore.mtp_chain import MTPBatch, MTPChain
-from megatron_mamba_cache.mcore.mtp_head import MTPHead, MTPStep
+from megatron_mamba_cache.mcore.mtp_head import MTPStep, RemoteHead
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
-from megatron_mamba_cache.models.drafting.mtp_drafter import MTPDrafter
+from megatron_mamba_cache.models.drafting.mtp_drafter import DraftReceiver, MTPDrafter
 from megatron_mamba_cache.models.mtp_head import build_mtp_head, head_architecture
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.recurrences.hidden_states import HIDDEN, last_hidden_states
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
-from tests.mcore.engine_runs import Hybrid, hybrid
+from tests.mcore import engine_runs
+from tests.mcore.engine_runs import Hybrid
 from tests.mcore.noisy_drafter import NoisyDrafter
 
 TOLERANCE = 2e-4
 
 
 @cache
-def random_head(sizes: RandomHybridConfig) -> MTPHead:
-    """Return a head of random weights for the model of these sizes, built once per session."""
-    hybrid(sizes)
+def random_head(sizes: RandomHybridConfig) -> Any:
+    """Return a head of random weights for the model of these sizes, or what another pipeline stage has of it.
+
+    It is built once per session, or per parallel layout.
+    """
+    engine_runs.hybrid(sizes)
     pattern = "*E" if "E" in sizes.pattern else "*-"
+    if not ranks_of_process().is_last_stage:
+        return RemoteHead(pattern)
     head = build_mtp_head(head_architecture(random_architecture(sizes), pattern), sizes.dtype)
     generator = torch.Generator().manual_seed(len(sizes.pattern))
     with torch.no_grad():
@@ -46,7 +53,7 @@ def random_head(sizes: RandomHybridConfig) -> MTPHead:
 
 def with_head(subject: Hybrid) -> Hybrid:
     """Return the model with the shape that it has with its random head."""
-    return replace(subject, shape=model_shape_of(subject.model, head=random_head(subject.sizes)))
+    return replace(subject, shape=model_shape_of(subject.model, ranks_of_process(), random_head(subject.sizes)))
 
 
 def packed_tokens(
@@ -136,6 +143,7 @@ class CheckedMTPDrafter(MTPDrafter):
         self._model = subject.model
         self._known = known
         self._share = share
+        self.checks = share > 0
         self._random = random.Random(seed)
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
@@ -174,3 +182,20 @@ class CheckedMTPDrafter(MTPDrafter):
         last = last_hidden_states(context.memory.state_pool.hidden_states.live[HIDDEN], slots, accepted)
         torch.testing.assert_close(last[0], hidden[-1], atol=TOLERANCE, rtol=TOLERANCE)
         self.num_checked += length
+
+
+class KnownReceiver(DraftReceiver):
+    """Receives drafts from the last pipeline stage, and replaces them if `CheckedMTPDrafter` does there."""
+
+    def __init__(self, subject: Hybrid, known: NoisyDrafter | None) -> None:
+        super().__init__(subject.model, random_head(subject.sizes))
+        self._known = known
+
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
+        """Return almost no time, like `CheckedMTPDrafter`."""
+        return 1e-9
+
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return one draft for each request."""
+        drafts = super().propose(requests)
+        return drafts if self._known is None else self._known.propose(requests)

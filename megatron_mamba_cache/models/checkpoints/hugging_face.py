@@ -11,11 +11,11 @@ import torch
 from megatron.core.models.mamba.mamba_model import MambaModel
 
 from ...installation import install_command
-from ...mcore.mtp_head import MTPHead
+from ...mcore.mtp_head import MTPHead, RemoteHead
 from ..allocation import ReplaceWeights
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model, check_buildable
-from ..mtp_head import build_mtp_head, head_parameters
+from ..mtp_head import build_mtp_head, has_own_embeddings, head_parameters, head_shard
 from ..parameter_shapes import Parameters, filled_of
 from ..placement import Placements, stored_shape
 from ..rank_shard import EMBEDDINGS, RankShard
@@ -48,7 +48,7 @@ class LoadedModel:
     directory: Path
     quantized: str = ""
     num_kept: int = 0
-    mtp: MTPHead | None = None
+    mtp: MTPHead | RemoteHead | None = None
 
 
 def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
@@ -117,14 +117,15 @@ def load_hugging_face(
     keeps, quantizes = dtype is torch.bfloat16 and not dequantizes, _quantizes_activations(activation_dtype)
     loading = _Loading(directory, files, dtype, keeps, quantizes)
     model = loading.filled(contents.model, build_hybrid_model)
-    head = None if contents.head is None else loading.filled(contents.head, build_mtp_head)
+    of_head, is_here = contents.head, RankShard.of_process(architecture).is_last_stage
+    head = loading.filled(of_head, build_mtp_head) if of_head is not None and is_here else None
     return LoadedModel(
         model.model,
         architecture,
         directory,
         files.quantized_summary([name for part in contents.parts for name in part.placements]),
         model.num_kept + (0 if head is None else head.num_kept),
-        None if head is None else head.model,
+        head.model if head is not None else None if of_head is None else RemoteHead(of_head.architecture.pattern),
     )
 
 
@@ -136,13 +137,18 @@ class _StoredPart:
     placements: Placements
     shapes: Mapping[str, tuple[int, ...]]
     kv_scales: Sequence[KVScale]
+    shard: RankShard
 
     @staticmethod
     def read(
-        architecture: HybridArchitecture, placements: Placements, parameters: Parameters, files: CheckpointTensors
+        architecture: HybridArchitecture,
+        placements: Placements,
+        parameters: Parameters,
+        files: CheckpointTensors,
+        shard: RankShard,
     ) -> "_StoredPart":
         shapes = {name: whole.shape for name, whole in parameters.items()}
-        return _StoredPart(architecture, placements, shapes, read_kv_scales(files, placements))
+        return _StoredPart(architecture, placements, shapes, read_kv_scales(files, placements), shard)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +186,15 @@ class _Contents:
         if mtp == "none" and not stores_head(family.module, family.config, architecture, of_mtp, directory):
             warn_of_left_out(directory, len(skipped))
         warn_of_left_out(directory, len(other_parts), "parts other than the language model, which are not used")
-        model = _StoredPart.read(architecture, stored.placements, filled_of(architecture), files)
+        shard = RankShard.of_process(architecture)
+        model = _StoredPart.read(architecture, stored.placements, filled_of(architecture), files, shard)
         if head is None:
             return _Contents(model, None)
-        parameters = head_parameters(head.architecture)
-        return _Contents(model, _StoredPart.read(head.architecture, head.tensors.placements, parameters, files))
+        placements = dict(head.tensors.placements)
+        if has_own_embeddings():
+            placements |= {name: to for name, to in stored.placements.items() if to[0].target == EMBEDDINGS}
+        own, parameters = head.architecture, head_parameters(head.architecture)
+        return _Contents(model, _StoredPart.read(own, placements, parameters, files, head_shard(own)))
 
     def check(self, files: CheckpointTensors, directory: Path) -> None:
         """Raise `ValueError` if a tensor has the wrong shape; log a warning about unused scales."""
@@ -211,14 +221,14 @@ class _Loading:
         with naming_source(self.directory / "config.json"):
             filling = ModelFilling(
                 partial(build, part.architecture, self.dtype),
-                part.architecture,
+                part.shard,
                 part.placements,
                 self.files,
                 keeps_quantized=self.keeps_quantized,
                 quantizes_activations=self.quantizes_activations,
             )
         filling.fill()
-        set_kv_scales(filling.model, part.kv_scales, RankShard.of_process(part.architecture).local_name)
+        set_kv_scales(filling.model, part.kv_scales, part.shard.local_name)
         if unfilled := filling.unfilled():
             raise ValueError(f"{self.directory}: the checkpoint does not contain values for {listed(unfilled)}")
         return filling

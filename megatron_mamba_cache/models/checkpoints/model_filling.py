@@ -8,7 +8,6 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from ..allocation import ReplaceWeights
-from ..architecture import HybridArchitecture
 from ..kept_form import Ranks
 from ..placement import ModelFiller, Placements
 from ..quantized_targets import QuantizedFiller
@@ -24,7 +23,7 @@ class ModelFilling(Generic[Model]):
 
     Args:
         build: Builds the model; the argument is as in `build_hybrid_model`.
-        architecture: The architecture; its layers determine which parameters are on this rank.
+        shard: Determines which parameters are on this rank.
         placements: Name of each tensor in the files → its placements in the model.
         keeps_quantized: True to keep weights quantized if possible; False to dequantize all weights.
         quantizes_activations: As in `QuantizedFiller`.
@@ -40,7 +39,7 @@ class ModelFilling(Generic[Model]):
     def __init__(
         self,
         build: Callable[[ReplaceWeights | None], Model],
-        architecture: HybridArchitecture,
+        shard: RankShard,
         placements: Placements,
         files: CheckpointTensors,
         *,
@@ -49,7 +48,7 @@ class ModelFilling(Generic[Model]):
     ) -> None:
         self._files = files
         self._quantized: QuantizedFiller | None = None
-        local_name = RankShard.of_process(architecture).local_name
+        local_name = shard.local_name
         tensor_ranks = Ranks(
             parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_world_size()
         )

@@ -4,13 +4,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ...mcore.model_ranks import num_expert_ranks, ranks_of_process
 from ...mcore.mtp_chain import MTPChain
-from ...mcore.mtp_head import MTPHead
+from ...mcore.mtp_head import MTPHead, RemoteHead
 from ...mcore.step_reads import head_time_of
+from ...recurrences.model_shape import EXPERTS
 from ...speculation.drafter import Draft, DraftRequest
 from ...speculation.short_list import ShortList
+from ...speculation.step_time import StepTime
+from ...step.buffers import HostCopy
 from ...step.captured_shapes import batch_sizes
 from ...step.graphs import device_reason
 from ...step.model import WeightAddresses
@@ -19,9 +23,55 @@ from ...step.warmup import batch_sizes as warmup_sizes
 from .mtp_passes import MTPPasses
 
 
-def is_split() -> bool:
-    """Return True if this process has only a part of the model, whose head cannot draft alone."""
-    return max(ranks_of_process().num_ranks, num_expert_ranks()) > 1
+def drafter_of(model: Any, head: MTPHead | RemoteHead) -> "MTPDrafter | DraftReceiver":
+    """Return this rank's drafter; all ranks of the model must call this."""
+    return MTPDrafter(model, head) if isinstance(head, MTPHead) else DraftReceiver(model, head)
+
+
+def check_head_experts(pattern: str) -> None:
+    """Raise `ValueError` if a head of this pattern has experts that are split over expert-parallel ranks."""
+    if EXPERTS in pattern and num_expert_ranks() > 1:
+        raise ValueError(
+            f"an MTP head of pattern {pattern!r} cannot draft with its experts split over {num_expert_ranks()} "
+            "expert-parallel ranks, which draft at different times; use tensor-parallel ranks, or another drafter"
+        )
+
+
+class DraftReceiver:
+    """Drafter of a pipeline stage without the MTP head: it receives the drafts of the last stage.
+
+    Args:
+        model: This rank's shard of the engine's model.
+    """
+
+    chain = None
+
+    def __init__(self, model: Any, head: RemoteHead) -> None:
+        check_head_experts(head.pattern)
+        self.vocab_size = int(model.vocab_size)
+        self._ranks = ranks_of_process()
+        self._time: StepTime = self._ranks.gather(None)[-1]
+
+    @torch.inference_mode()
+    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
+        """Return the drafts of the last stage; see `MTPDrafter.propose`."""
+        lengths = [request.num_tokens for request in requests]
+        size = len(lengths), max(lengths)
+        empty = torch.zeros(size, dtype=torch.int64, device=torch.cuda.current_device())
+        return drafts_of(self._ranks.from_source(empty), lengths)
+
+    def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
+        """Return the last stage's estimate; see `MTPDrafter.draft_seconds`."""
+        return num_drafts * self._time.seconds(num_requests, 0)
+
+    def forget(self, request_id: int) -> None:
+        """Do nothing."""
+
+
+def drafts_of(tokens: Tensor, lengths: Sequence[int]) -> list[Draft]:
+    """Return drafts of these lengths from the rows of [requests, most drafts] tokens on the device."""
+    rows = HostCopy(tokens).wait()
+    return [Draft(tuple(row[:length])) for row, length in zip(rows, lengths, strict=True)]
 
 
 class MTPDrafter:
@@ -31,21 +81,24 @@ class MTPDrafter:
     blocks, and stores the hidden state of the last token in the request's state slot. Drafts start from these. Entries
     that drafts write themselves are at positions that the next step writes again, before their block is published.
 
+    All ranks of a model must build a drafter. On several pipeline stages, the last drafts for all.
+
     Args:
-        model: The engine's model.
+        model: This rank's shard of the engine's model.
         short_list: Tokens that may be drafted; None for a quarter of a large vocabulary, or for a whole small one.
 
     Raises:
-        ValueError: If the model is split over several ranks.
+        ValueError: If the head has experts that are split over expert-parallel ranks.
     """
 
     def __init__(self, model: Any, head: MTPHead, short_list: ShortList | None = None) -> None:
-        if is_split():
-            raise ValueError("drafts with an MTP head need a model on a single rank; use another drafter")
+        check_head_experts(head.pattern)
         self._short_list = short_list or ShortList.of(model)
         self.mtp_chain = MTPChain(model, head, self._short_list)
         self.vocab_size = int(model.vocab_size)
-        self._time = head_time_of(model, head, len(self._short_list or range(self.vocab_size)))
+        self._ranks = ranks_of_process()
+        time = head_time_of(model, head, len(self._short_list or range(self.vocab_size)))
+        self._time: StepTime = self._ranks.gather(time)[-1]
         self._passes: MTPPasses | None = None
         self._captured_at: WeightAddresses | None = None
         self.wants_graphs = True
@@ -56,8 +109,7 @@ class MTPDrafter:
         lengths, running = [request.num_tokens for request in requests], [request.running for request in requests]
         if self._short_list is not None:
             self._short_list.count(running)
-        found = self._passes_here().draft(running, lengths)
-        return [Draft(tuple(tokens[:length])) for tokens, length in zip(found, lengths, strict=True)]
+        return drafts_of(self._ranks.from_source(self._passes_here().draft(running, lengths)), lengths)
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return the estimated seconds of one pass for each draft of the longest."""

@@ -20,7 +20,7 @@ from ...policy.requests import RunningRequest
 from ...recurrences.batches import PAD_SLOT
 from ...recurrences.hidden_states import HIDDEN, last_hidden_states
 from ...step.batch import write_block_table
-from ...step.buffers import HostCopy, StepBuffers, StepLimits
+from ...step.buffers import StepBuffers, StepLimits
 from ...step.memory import CacheMemory
 from ...step.recorder import Recorder
 
@@ -87,8 +87,8 @@ class MTPPasses:
                 attention, self._chain.rotary(self._longest), recorder.record(begin)[1], recorder.record(repeat)[1]
             )
 
-    def draft(self, requests: Sequence[RunningRequest], lengths: Sequence[int]) -> list[list[int]]:
-        """Return the most likely next tokens of requests, at least as many of each as `lengths` says.
+    def draft(self, requests: Sequence[RunningRequest], lengths: Sequence[int]) -> Tensor:
+        """Return the most likely next tokens of requests, [requests, most of `lengths`] int64 on the device.
 
         The newest token of each request is at position `computed`. Entries are written from there on.
         """
@@ -109,7 +109,7 @@ class MTPPasses:
             else:
                 captured.attention.plan_again(rows)
                 captured.repeat()
-        return HostCopy(self._drafts[:number, : max(lengths)]).wait()
+        return self._drafts[:number, : max(lengths)].contiguous()
 
     def _send(self, requests: Sequence[RunningRequest], lengths: Sequence[int], size: int) -> None:
         """Write the inputs of the first pass, with padding up to `size` requests, and copy them to the device."""
