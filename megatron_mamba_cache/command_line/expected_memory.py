@@ -24,6 +24,10 @@ from .sizing import DRAFTER_SHARE, DRAFTER_STATES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _READERS = {ModelFormat.HUGGING_FACE: hugging_face.read_sizes, ModelFormat.MEGATRON: megatron_checkpoint.read_sizes}
+_HEAD_READERS = {
+    ModelFormat.HUGGING_FACE: hugging_face.read_head_pattern,
+    ModelFormat.MEGATRON: megatron_checkpoint.read_head_pattern,
+}
 
 Settings = Callable[[HybridModelShape, int], Mapping[str, Any]]
 """Maps a model's shape and its maximum length in tokens to fields of `CacheConfig`."""
@@ -135,9 +139,8 @@ def _expected(
     """Return the shape of this rank's shard and the model's maximum length; None if a rank cannot determine them."""
     expected = None
     if directory.path.is_dir():
-        loads_head = loads_head and directory.format is ModelFormat.HUGGING_FACE
         with suppress(ValueError, OSError), own_warnings_hidden():
             architecture, stored = _READERS[directory.format](directory.path)
-            pattern = hugging_face.read_head_pattern(directory.path) if loads_head else ""
+            pattern = _HEAD_READERS[directory.format](directory.path) if loads_head else ""
             expected = rank_shape(architecture, dtype or stored, pattern), architecture.max_sequence_length
     return expected if all(ranks.gather(expected is not None)) else None

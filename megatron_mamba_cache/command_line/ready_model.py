@@ -65,11 +65,8 @@ class WeightFlags:
     def of(cls, arguments: Namespace) -> "WeightFlags":
         """Return the flags in the parsed arguments of a command."""
         mtp: MTPLoading = "required" if arguments.drafter == "mtp" else "none"
-        if (
-            arguments.drafter == "auto"
-            and arguments.num_speculative_tokens != 0
-            and arguments.expert_model_parallel_size == 1
-        ):
+        splits_experts = arguments.expert_model_parallel_size > 1
+        if arguments.drafter == "auto" and arguments.num_speculative_tokens != 0 and not splits_experts:
             mtp = "auto"
         return cls(arguments.dequantize_weights, arguments.activation_dtype, mtp)
 
@@ -94,8 +91,8 @@ def ready_model(
     if directory is None or directory.is_shipped:
         # A model this small does not benefit from more threads; on a busy machine, they can make it 100 times slower.
         torch.set_num_threads(1)
-    if flags.mtp == "required" and (directory is None or directory.format is not ModelFormat.HUGGING_FACE):
-        raise UsageError(f"{_MTP_FLAG} needs a Hugging Face directory with MTP layers; give it with --hf-model")
+    if flags.mtp == "required" and directory is None:
+        raise UsageError(f"{_MTP_FLAG} needs a model with MTP layers; give it with --hf-model or --load")
     stored = dtype_of_weights(directory, dtype, device)
     return _random(stored or "fp32") if directory is None else _loaded(directory, stored, flags)
 
@@ -128,7 +125,7 @@ def load_weights(
     try:
         read_as = None if dtype is None else DTYPES[dtype]
         if directory.format is ModelFormat.MEGATRON:
-            return load_megatron_checkpoint(directory.path, read_as)
+            return load_megatron_checkpoint(directory.path, read_as, mtp=flags.mtp)
         return load_hugging_face(directory.path, read_as, **asdict(flags))
     except (ValueError, OSError) as error:
         raise UsageError(f"{flag}: {error}") from error

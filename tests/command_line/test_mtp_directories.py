@@ -56,7 +56,7 @@ def test_models_without_a_head_are_refused(lines: Path, tmp_path: Path, capsys: 
     case.write(case.model(), tmp_path / "model")
     refusals = {
         ("--hf-model", tmp_path / "model"): "config.json: the model has no MTP layers; drafts need another drafter",
-        ("--random-model",): "--drafter mtp needs a Hugging Face directory with MTP layers",
+        ("--random-model",): "--drafter mtp needs a model with MTP layers; give it with --hf-model or --load",
     }
     for model, message in refusals.items():
         capsys.readouterr()  # transformers logs while it writes
@@ -148,6 +148,7 @@ def test_a_server_starts_with_auto(tmp_path: Path) -> None:
     assert started("--num-speculative-tokens", "3", has_head=False) == ("auto", 3, PromptLookupDrafter)
     off = ("--num-speculative-tokens", "0")
     assert started(*off, has_head=False) == ("none", 0, PromptLookupDrafter)
-    split = ("--tensor-model-parallel-size", "2")
+    assert started("--tensor-model-parallel-size", "2") == ("auto", 5, AutoDrafter)
+    split = ("--expert-model-parallel-size", "2")
     assert started(*split, has_head=False) == ("none", 0, PromptLookupDrafter)
     assert started("--drafter", "prompt-lookup", *off, has_head=False)[0] == "none"

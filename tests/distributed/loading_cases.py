@@ -3,23 +3,29 @@
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron_mamba_cache import CacheConfig, build_engine
 from megatron_mamba_cache.mcore.linear import prompt_tokens_of
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
+from megatron_mamba_cache.mcore.mtp_head import MTPHead, RemoteHead
 from megatron_mamba_cache.models.checkpoints.hugging_face import LoadedModel, load_hugging_face
 from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
     load_megatron_checkpoint,
     save_megatron_checkpoint,
 )
+from megatron_mamba_cache.models.drafting.mtp_drafter import drafter_of
 from megatron_mamba_cache.models.shard_shape import rank_shape
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import EngineRun
+from tests.models.checkpoint_edits import tensors_of, write_tensors
 from tests.models.kept_weights import assert_means
+from tests.models.mtp_heads import head_tensors
 from tests.models.quantized_kinds import KINDS
 from tests.models.quantized_writer import quantize, write_plain
 from tests.models.tensor_parallel_worker import assert_same_weights, some_prompts
@@ -88,6 +94,71 @@ def tokens_with_quantized_prompts(name: str, kinds: list[str], layouts: list[Lay
     return found
 
 
+def drafts_under_layouts(name: str, kind: str | None, layouts: list[Layout]) -> list[dict[int, list[int]]]:
+    """Return a checkpoint's replies under each layout, which are the same without and with drafts of its head.
+
+    Each layout also loads the head that the previous one saved.
+
+    Args:
+        kind: Format of the quantized weights; None for a checkpoint without quantized weights.
+    """
+    case = tiny_checkpoint(name) if kind is None else wide_checkpoint(name)
+    case.config.vocab_size, folder, saved = 128, folder_of_all_ranks(), None
+    if dist.get_rank() == 0:
+        case.write(case.model(), folder / "model")
+        write_tensors(folder / "model", tensors_of(folder / "model") | head_tensors(case.config))
+        if kind is not None:
+            quantize(folder / "model", KINDS[kind])
+    dist.barrier()
+    found, dtype = [], torch.float32 if kind is None else None
+    for number, layout in enumerate(layouts):
+        with parallel(layout):
+            loaded = load_hugging_face(folder / "model", dtype, mtp="required")
+            assert loaded.mtp is not None and isinstance(loaded.mtp, MTPHead) == ranks_of_process().is_last_stage
+            if saved is not None:
+                _assert_same_heads(loaded.mtp, load_megatron_checkpoint(saved, dtype, mtp="required").mtp)
+            plain = _tokens(case, loaded)
+            assert plain == _tokens(case, loaded, drafter_of(loaded.model, loaded.mtp))
+            found.append(plain)
+            if kind is None:
+                saved = folder / f"saved_{number}"
+                save_megatron_checkpoint(loaded.model, loaded.architecture, saved, loaded.mtp)
+    return found
+
+
+def compare_quantized_heads(name: str, kind: str, layouts: list[Layout]) -> None:
+    """Assert that a quantized head has the weights of its dequantized form under each layout."""
+    case, folder = wide_checkpoint(name), folder_of_all_ranks()
+    if dist.get_rank() == 0:
+        for directory in (folder / "quantized", folder / "plain"):
+            case.write(case.model(), directory)
+            write_tensors(directory, tensors_of(directory) | head_tensors(case.config))
+        write_plain(folder / "plain", quantize(folder / "quantized", KINDS[kind]), "BF16")
+    dist.barrier()
+    for layout in layouts:
+        with parallel(layout):
+            kept, dequantized, plain = (
+                replace(loaded, model=loaded.mtp)  # type: ignore[arg-type]  # as the comparisons read a model's
+                for loaded in (
+                    load_hugging_face(folder / "quantized", mtp="required"),
+                    load_hugging_face(folder / "quantized", mtp="required", dequantizes=True),
+                    load_hugging_face(folder / "plain", mtp="required"),
+                )
+            )
+            assert_same_weights(dequantized, plain)
+            assert_means(kept, dequantized)
+
+
+def _assert_same_heads(one: Any, other: Any) -> None:
+    if isinstance(one, RemoteHead):
+        assert one == other
+        return
+    weights, others = one.state_dict(), other.state_dict()
+    assert [name for name, found in weights.items() if isinstance(found, Tensor)]
+    for name, found in weights.items():
+        assert not isinstance(found, Tensor) or torch.equal(found, others[name]), name
+
+
 def assert_known_before(loaded: LoadedModel) -> None:
     """Assert that the shape of this rank's shard follows from the architecture."""
     built = model_shape_of(loaded.model, ranks_of_process())
@@ -101,12 +172,14 @@ def folder_of_all_ranks() -> Path:
     return Path(folder[0])
 
 
-def _tokens(case: TinyCheckpoint, loaded: LoadedModel) -> dict[int, list[int]]:
-    run = EngineRun(loaded, build_engine(loaded.model, _config(case)))
+def _tokens(case: TinyCheckpoint, loaded: LoadedModel, drafter: Any = None) -> dict[int, list[int]]:
+    drafts = {} if drafter is None else {"num_speculative_tokens": 2, "adaptive_drafts": False}
+    run = EngineRun(loaded, build_engine(loaded.model, _config(case, **drafts), drafter=drafter))
     for request_id, prompt in enumerate(some_prompts(loaded.architecture.vocab_size).tolist()):
         run.add(request_id, prompt, 8)
     run.finish()
     run.assert_nothing_held()
+    assert drafter is None or (run.counters.draft_tokens and not run.counters.drafting_failures)
     return {request_id: run.tokens(request_id) for request_id in run.finished}
 
 

@@ -31,6 +31,33 @@ def test_four_ranks_have_copies_of_two_kv_heads(name: str, worlds: Worlds) -> No
     _assert_same_tokens(worlds, 4, name, [ONE, TENSOR_OF_4, TENSOR, TENSOR_OF_4])
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "layouts"),
+    [
+        ("nemotron_h_moe-0", None, [ONE, PIPELINE, TENSOR]),
+        pytest.param("qwen3_5-0", None, [PIPELINE, TENSOR, ONE], marks=pytest.mark.long),
+        pytest.param("nemotron_h-6", "modelopt FP8", [TENSOR, PIPELINE], marks=pytest.mark.long),
+    ],
+)
+def test_drafts_of_a_loaded_head_change_no_token_under_any_layout(
+    name: str, kind: str | None, layouts: list[Layout], worlds: Worlds
+) -> None:
+    first, *others = worlds.of(2).run(loading_cases.drafts_under_layouts, name, kind, layouts)
+    assert all(tokens == first for tokens in others)
+    assert kind is not None or all(tokens == first[0] for tokens in first)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "transformers, edge blocks",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("modelopt mixed", "compressed-tensors NVFP4")),
+    ],
+)
+def test_quantized_heads_are_split_like_dequantized_ones(kind: str, worlds: Worlds) -> None:
+    worlds.of(2).run(loading_cases.compare_quantized_heads, "nemotron_h_moe-0", kind, [TENSOR, EXPERT])
+
+
 def _assert_same_tokens(worlds: Worlds, num_ranks: int, name: str, layouts: list[Layout]) -> None:
     first, *others = worlds.of(num_ranks).run(loading_cases.tokens_under_layouts, name, layouts)
     assert all(tokens == first for tokens in others)

@@ -29,15 +29,16 @@ _TRAINING_STATE = re.compile(
 )
 
 
-def take_fused_names(sharded_state: dict[str, Any], num_layers: int, stored: Collection[str]) -> None:
+def take_fused_names(sharded_state: dict[str, Any], layers: str, num_layers: int, stored: Collection[str]) -> None:
     """Rename, in place, each norm that the checkpoint stores under the name of the linear layer after the norm.
 
     Args:
         sharded_state: Sharded state dict of the model to load.
+        layers: Prefix of the names of layers, which their numbers follow.
         stored: Names of the tensors in the checkpoint.
     """
-    layers = (f"decoder.layers.{layer}." for layer in range(num_layers))
-    names = ((f"{layer}{norm}", f"{layer}{fused}") for layer in layers for norm, fused in _FUSED_NORMS.items())
+    prefixes = (f"{layers}{layer}." for layer in range(num_layers))
+    names = ((f"{layer}{norm}", f"{layer}{fused}") for layer in prefixes for norm, fused in _FUSED_NORMS.items())
     apply_prefix_mapping(sharded_state, {norm: fused for norm, fused in names if f"{fused}weight" in stored})
 
 

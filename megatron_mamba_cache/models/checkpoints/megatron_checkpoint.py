@@ -3,7 +3,9 @@
 import math
 import pickle
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ from megatron.core.models.mamba.mamba_model import MambaModel
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ...mcore.mtp_head import MTPHead, RemoteHead
 from ...mcore.stacked_experts import STACKED_PARAMETERS
 from ..allocation import without_memory
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model
+from ..mtp_head import build_mtp_head
 from ..rank_shard import EMBEDDINGS, OUTPUT, RankShard
 from .architecture_file import write_architecture
 from .checkpoint_architecture import DescribedModel, trained_architecture, weights_directory, written_architecture
@@ -29,6 +33,8 @@ from .checkpoint_writer import InProcessSaveStrategy, is_training_state, take_fu
 from .common_state import COMMON_FILE, CommonState, NoCommonState, check_tensor_index, read_common_state
 from .hugging_face import LoadedModel, listed, naming_source
 from .loading_progress import loading_progress
+from .megatron_head import HEAD, LAYERS, sharded_head, stored_head
+from .mtp_tensors import MTPLoading, found_head
 from .stored_names import is_first_rank, mtp_names, warn_of_left_out
 
 PORTION_BYTES = 2 * 2**30
@@ -46,8 +52,16 @@ class _Mismatch(ValueError):
     """Raised when a checkpoint is intact but belongs to a different model."""
 
 
-def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture, directory: str | Path) -> None:
+def save_megatron_checkpoint(
+    model: MambaModel,
+    architecture: HybridArchitecture,
+    directory: str | Path,
+    head: MTPHead | RemoteHead | None = None,
+) -> None:
     """Save a model's weights and architecture; collective over all ranks. Any number of ranks can load the checkpoint.
+
+    Args:
+        head: The model's multi-token prediction head; None if it has none.
 
     Raises:
         ValueError: If the directory is not empty or cannot be created.
@@ -60,6 +74,10 @@ def save_megatron_checkpoint(model: MambaModel, architecture: HybridArchitecture
         state = model.sharded_state_dict()
         if _has_copied_embeddings(architecture):
             del state[OUTPUT]
+        if isinstance(head, MTPHead):
+            of_head = sharded_head(head)
+            of_head.pop(f"{HEAD}{EMBEDDINGS}", None)
+            state |= of_head
         dist_checkpointing.save(state, str(path), InProcessSaveStrategy())
     except CheckpointException as error:
         raise OSError(f"cannot write a checkpoint to {path}: {_reason(error)}") from error
@@ -80,7 +98,10 @@ def read_sizes(directory: Path) -> tuple[HybridArchitecture, torch.dtype]:
 
 
 def load_megatron_checkpoint(
-    directory: str | Path, dtype: torch.dtype | None = torch.bfloat16, architecture: HybridArchitecture | None = None
+    directory: str | Path,
+    dtype: torch.dtype | None = torch.bfloat16,
+    architecture: HybridArchitecture | None = None,
+    mtp: MTPLoading = "none",
 ) -> LoadedModel:
     """Load a checkpoint saved by `save_megatron_checkpoint` or Megatron-LM, with any number of ranks.
 
@@ -89,6 +110,7 @@ def load_megatron_checkpoint(
         dtype: Dtype of the weights. None selects bfloat16 if most weights are stored as bfloat16, else float32.
         architecture: Architecture of the model. If None, it is read from hybrid_architecture.json in the directory
             or, without that file, from the training arguments in common.pt.
+        mtp: As in `load_hugging_face`; the tensors tell which layers the head has.
 
     Raises:
         ValueError: If a file or tensor is missing, unexpected or does not fit the model; the message names it. A
@@ -102,14 +124,41 @@ def load_megatron_checkpoint(
     described = written or trained_architecture(common, path)
     check_tensor_index(path)
     dtype = dtype or _stored_dtype(path)
-    stored = _checked_index(path, described, dtype, common)
-    model = _built(described, dtype)
     with _naming_weights(path, described):
-        wanted = _wanted(model, described.architecture, common, stored)
-        stacked = _stacked_parts(model, wanted)
+        stored: Mapping[str, Any] = load_sharded_metadata(str(path))
+    find = partial(stored_head, described.architecture, stored, path)
+    head = found_head(find, mtp, is_named=bool(mtp_names(stored)))
+    _check_index(path, described, head, dtype, common, stored)
+    built = _built(described, head, dtype)
+    with _naming_weights(path, described):
+        wanted = _wanted(built, described.architecture, common, stored)
+        stacked = _stacked_parts(built, wanted)
         state = _read(path, wanted, stored)
-    _fill(model, state, stacked)
-    return LoadedModel(model, described.architecture, Path(directory))
+    _fill(built, state, stacked)
+    found = RemoteHead(head.pattern) if head is not None and built.head is None else built.head
+    return LoadedModel(built.model, described.architecture, Path(directory), mtp=found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """This rank's shard of a model and of its head; `head` is None if this rank has none."""
+
+    model: MambaModel
+    head: MTPHead | None
+
+    @property
+    def modules(self) -> dict[str, torch.nn.Module]:
+        """The modules by the prefix of their parameters in a state dict."""
+        return {"": self.model} if self.head is None else {"": self.model, HEAD: self.head}
+
+
+def read_head_pattern(directory: Path) -> str:
+    """Return the layer pattern of the MTP head in a checkpoint; empty if it has none that is supported."""
+    path = weights_directory(directory)
+    architecture, _ = read_sizes(directory)
+    with suppress(ValueError):
+        return stored_head(architecture, load_sharded_metadata(str(path)), path).pattern
+    return ""
 
 
 def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,22 +178,29 @@ def _read(path: Path, wanted: Mapping[str, Any], stored: Mapping[str, Any]) -> d
     return state
 
 
-def _checked_index(path: Path, described: DescribedModel, dtype: torch.dtype, common: CommonState) -> Mapping[str, Any]:
-    """Return the stored tensors' metadata, after checking it against the model built on the meta device."""
+def _check_index(
+    path: Path,
+    described: DescribedModel,
+    head: HybridArchitecture | None,
+    dtype: torch.dtype,
+    common: CommonState,
+    stored: Mapping[str, Any],
+) -> None:
+    """Check the stored tensors' metadata against the model and the head built on the meta device."""
     with without_memory():
-        model = _built(described, dtype)
+        built = _built(described, head, dtype)
     with _naming_weights(path, described):
-        stored: Mapping[str, Any] = load_sharded_metadata(str(path))
         with without_memory():
-            wanted = _wanted(model, described.architecture, common, stored)
+            wanted = _wanted(built, described.architecture, common, stored)
         _check_tensors(path, described, wanted, stored)
-    return stored
 
 
-def _built(described: DescribedModel, dtype: torch.dtype) -> MambaModel:
-    """Build the model with uninitialized weights; errors name the source of its architecture."""
+def _built(described: DescribedModel, head: HybridArchitecture | None, dtype: torch.dtype) -> _Built:
+    """Build the model and its head with uninitialized weights; errors name the source of the architecture."""
     with naming_source(described.source):
-        return build_hybrid_model(described.architecture, dtype)
+        model = build_hybrid_model(described.architecture, dtype)
+        is_here = RankShard.of_process(described.architecture).is_last_stage
+        return _Built(model, build_mtp_head(head, dtype) if head is not None and is_here else None)
 
 
 @contextmanager
@@ -199,15 +255,20 @@ def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
 
 
 def _wanted(
-    model: MambaModel, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
+    built: _Built, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
 ) -> dict[str, Any]:
     """Return the sharded tensors to load, under their stored names, without the extra state for quantized training."""
-    sharded = model.sharded_state_dict(metadata={"singleton_local_shards": common.splits_experts})
+    metadata = {"singleton_local_shards": common.splits_experts}
+    sharded = built.model.sharded_state_dict(metadata=metadata)
     wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
     if _has_copied_embeddings(architecture):
         wanted[OUTPUT].key = EMBEDDINGS
         wanted[OUTPUT].replica_id = (1, *wanted[OUTPUT].replica_id[1:])  # the first stage holds the main replica
-    take_fused_names(wanted, len(architecture.pattern), stored)
+    take_fused_names(wanted, "decoder.layers.", len(architecture.pattern), stored)
+    if built.head is not None:
+        of_head = sharded_head(built.head, metadata)
+        take_fused_names(of_head, LAYERS, len(built.head.pattern), stored)
+        wanted |= of_head
     return wanted
 
 
@@ -233,19 +294,26 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
     warn_of_left_out(path, len(left_out))
 
 
-def _stacked_parts(model: MambaModel, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
+def _stacked_parts(built: _Built, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return, by name, the tensors to load that are views of one expert in a parameter that stacks all experts."""
-    own_names = model.state_dict().keys()
+    own_names = {f"{prefix}{name}" for prefix, module in built.modules.items() for name in module.state_dict()}
     return {
         name: part.data for name, part in wanted.items() if isinstance(part, ShardedTensor) and name not in own_names
     }
 
 
-def _fill(model: MambaModel, state: dict[str, Any], stacked: Mapping[str, Tensor]) -> None:
+def _fill(built: _Built, state: dict[str, Any], stacked: Mapping[str, Tensor]) -> None:
     for name, part in stacked.items():
         loaded = state.pop(name)
         if loaded.data_ptr() != part.data_ptr():
             part.copy_(loaded)
+    of_head = {name: state.pop(name) for name in list(state) if name.startswith(HEAD)}
+    _load(built.model, state)
+    if built.head is not None:
+        _load(built.head, {name.removeprefix(HEAD): loaded for name, loaded in of_head.items()})
+
+
+def _load(model: torch.nn.Module, state: dict[str, Any]) -> None:
     outcome = model.load_state_dict(state, strict=False)  # extra state may be missing; the check below finds other gaps
     unfilled = [
         name for name in outcome.missing_keys if not is_training_state(name) and not name.endswith(STACKED_PARAMETERS)

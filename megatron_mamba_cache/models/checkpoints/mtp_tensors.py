@@ -2,11 +2,11 @@
 
 import logging
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 from ..architecture import HybridArchitecture
 from ..mtp_head import head_architecture
@@ -16,6 +16,8 @@ from .stored_names import OtherNames, StoredTensors, is_first_rank, num_mtp_laye
 
 MTPLoading = Literal["none", "auto", "required"]
 """When to load an MTP head: never, if the checkpoint has one that is supported, or always."""
+
+Found = TypeVar("Found")
 
 _LOG = logging.getLogger(__name__)
 _PREFIXES = ("", "model.", "backbone.", "language_model.", "model.language_model.")
@@ -58,17 +60,9 @@ def find_head(
     Raises:
         ValueError: If `mtp` is "required" and there is no supported head, or if a tensor is stored twice.
     """
-    if mtp not in get_args(MTPLoading):
-        raise ValueError(f"mtp must be 'none', 'auto' or 'required', found {mtp!r}")
-    if mtp == "none":
-        return None
-    try:
-        head = _supported(module, config, architecture, names)
-    except ValueError as error:
-        if mtp == "required":
-            raise
-        if is_first_rank() and (names or num_mtp_layers(config)):
-            _LOG.warning("%s", error)
+    is_named = bool(names) or num_mtp_layers(config) > 0
+    head = found_head(lambda: _supported(module, config, architecture, names), mtp, is_named=is_named)
+    if head is None:
         return None
     others: OtherNames = replace(module.OTHER_NAMES, parts={}, prefixes=_PREFIXES)
     tensors = StoredTensors.find(module.mtp_placements(head), names, others, directory)
@@ -103,21 +97,58 @@ def _supported(
     if not hasattr(module, "mtp_pattern"):
         raise config.error("MTP layers of this model_type are not supported")
     pattern: str = module.mtp_pattern(config, architecture)
+    try:
+        check_pattern(pattern, architecture)
+    except ValueError as error:
+        raise config.error(str(error)) from error
+    head = head_architecture(architecture, pattern)
+    placements: Placements = module.mtp_placements(head)
+    if more := sorted(_layers(names) - _layers(placements)):
+        raise config.error(f"{several_layers_error(more[0])}, {pattern!r}")
+    return head
+
+
+def check_pattern(pattern: str, architecture: HybridArchitecture) -> None:
+    """Raise `ValueError` if a head with layers of this pattern is not supported for a model."""
     if _ATTENTION not in pattern or set(pattern) - _SYMBOLS:
-        raise config.error(
+        raise ValueError(
             f"MTP layers of pattern {pattern!r:.100} are not supported: they must be attention (*), MLP (-) and "
             "experts (E), with attention at least once"
         )
     if "E" in pattern and architecture.experts is None:
-        raise config.error(f"MTP layers of pattern {pattern!r} have experts (E), but the model has none")
-    head = head_architecture(architecture, pattern)
-    placements: Placements = module.mtp_placements(head)
-    if more := sorted(_layers(names) - _layers(placements)):
-        raise config.error(
-            f"several MTP layers with weights of their own are not supported, and mtp.layers.{more[0]} is not part of "
-            f"the first, {pattern!r}"
-        )
-    return head
+        raise ValueError(f"MTP layers of pattern {pattern!r} have experts (E), but the model has none")
+
+
+def several_layers_error(number: int) -> str:
+    """Return the message about an MTP layer after the first that has weights of its own."""
+    return (
+        f"several MTP layers with weights of their own are not supported, and mtp.layers.{number} is not part of the "
+        "first"
+    )
+
+
+def found_head(find: Callable[[], Found], mtp: MTPLoading, *, is_named: bool) -> Found | None:
+    """Return the head that `find` returns; None, with a warning that says why not, if it raises and `mtp` is "auto".
+
+    Args:
+        mtp: With "none", return None without a warning.
+        is_named: False to leave out the warning, because the checkpoint does not mention a head.
+
+    Raises:
+        ValueError: If `mtp` is "required" and `find` raises.
+    """
+    if mtp not in get_args(MTPLoading):
+        raise ValueError(f"mtp must be 'none', 'auto' or 'required', found {mtp!r}")
+    if mtp == "none":
+        return None
+    try:
+        return find()
+    except ValueError as error:
+        if mtp == "required":
+            raise
+        if is_named and is_first_rank():
+            _LOG.warning("%s", error)
+        return None
 
 
 def _layers(names: Iterable[str]) -> set[int]:
