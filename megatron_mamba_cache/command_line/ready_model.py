@@ -19,7 +19,7 @@ from ..models.checkpoints.hugging_face import ActivationDtype, LoadedModel, load
 from ..models.checkpoints.megatron_checkpoint import load_megatron_checkpoint
 from ..models.checkpoints.mtp_tensors import MTPLoading
 from ..models.drafting.draft_model import DraftModelDrafter
-from ..models.drafting.mtp_drafter import check_head_experts, drafter_of
+from ..models.drafting.mtp_drafter import drafter_of
 from ..models.parameter_shapes import parameters_of
 from ..models.random_hybrid import RandomHybridConfig, random_architecture, random_hybrid_model
 from ..models.tokenizers.byte_tokenizer import ByteTokenizer
@@ -65,8 +65,7 @@ class WeightFlags:
     def of(cls, arguments: Namespace) -> "WeightFlags":
         """Return the flags in the parsed arguments of a command."""
         mtp: MTPLoading = "required" if arguments.drafter == "mtp" else "none"
-        splits_experts = arguments.expert_model_parallel_size > 1
-        if arguments.drafter == "auto" and arguments.num_speculative_tokens != 0 and not splits_experts:
+        if arguments.drafter == "auto" and arguments.num_speculative_tokens != 0:
             mtp = "auto"
         return cls(arguments.dequantize_weights, arguments.activation_dtype, mtp)
 
@@ -148,14 +147,9 @@ def drafter_maker(
         settings: Returns the settings of the draft model's cache; called for each drafter.
 
     Raises:
-        UsageError: If the draft model cannot be loaded, its vocabulary size differs from that of `model`, or the
-            experts of an MTP head are split over several processes.
+        UsageError: If the draft model cannot be loaded, or its vocabulary size differs from that of `model`.
     """
     if model.mtp is not None:
-        try:
-            check_head_experts(model.mtp.pattern)
-        except ValueError as error:
-            raise UsageError(f"{_MTP_FLAG}: {error}") from error
         make = partial(drafter_of, model.model, model.mtp)
         return (lambda _: make()) if arguments.drafter == "mtp" else (lambda _: AutoDrafter(make()))
     directory = draft_directory(arguments)

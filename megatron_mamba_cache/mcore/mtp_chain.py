@@ -29,6 +29,11 @@ class MTPBatch:
     attention: AttentionRows
     real_tokens: Tensor | None = None
 
+    @property
+    def num_exchanged(self) -> int:
+        """Number of tokens that each expert-parallel rank exchanges, all of which compute as many."""
+        return self.num_tokens
+
 
 class MTPChain:
     """An MTP head, which is applied again for each further draft.

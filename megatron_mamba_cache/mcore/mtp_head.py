@@ -50,6 +50,10 @@ class PackedTokens(Protocol):
         """[tokens] int32, 0 for padding; None if there is no padding."""
 
     @property
+    def num_exchanged(self) -> int:
+        """Number of tokens that each expert-parallel rank exchanges."""
+
+    @property
     def attention(self) -> AttentionRows:
         """Lengths and block table of the requests."""
 

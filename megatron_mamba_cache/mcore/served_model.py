@@ -119,8 +119,8 @@ class HybridInferenceWrapper(GPTInferenceWrapper):
         self.stage.prepare_input(inference_input["tokens"].shape[1])
         with nullcontext() if self._exchange is None else self._exchange.counted(), self._marking_prompts():
             output: Tensor = self._forward(inference_input)
-        if self._chain is not None:
-            self._chain.write_entries()
+            if self._chain is not None:
+                self._chain.write_entries()
         self.inference_context.step.end_forward()
         return output
 

@@ -17,6 +17,7 @@ from .drafter import (
     Draft,
     Drafter,
     DraftRequest,
+    DraftsTogether,
     HasShortList,
     HasVocabulary,
     ReadsHiddenStates,
@@ -76,6 +77,7 @@ class DraftPlanner:
         self.uses_blocks = isinstance(drafter, UsesModelMemory)
         self._drafter = drafter
         self._vocab_size = vocab_size
+        self._together = drafter if isinstance(drafter, DraftsTogether) and drafter.exchanges_tokens else None
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._listing = drafter if isinstance(drafter, HasShortList) else None
         self._policy = policy
@@ -104,6 +106,21 @@ class DraftPlanner:
             self._graphs.capture()
         except Exception as error:  # a failed capture must not fail the step
             _LOG.warning("%s runs without CUDA graphs: %r", type(self._drafter).__name__, error)
+
+    @property
+    def drafts_together(self) -> bool:
+        """True if expert-parallel ranks exchange tokens while they draft."""
+        return self._together is not None
+
+    def agree(self, num_requests: int, num_drafts: int) -> None:
+        """Set the shape in which expert-parallel ranks draft for their next step; see `DraftsTogether`."""
+        if self._together is not None:
+            self._together.agree(num_requests, num_drafts)
+
+    def take_part(self) -> None:
+        """Draft for padding if other expert-parallel ranks may draft and this rank has not; see `DraftsTogether`."""
+        if self._together is not None:
+            self._together.take_part()
 
     def check_weights(self) -> None:
         """Drop the drafter's CUDA graphs if its weights have moved to new addresses."""
@@ -340,7 +357,13 @@ class DraftPlanner:
 class NoDrafts:
     """Null object that an engine without speculative decoding uses instead of `DraftPlanner`."""
 
-    max_drafts, reads_hidden_states, uses_blocks = 0, False, False
+    max_drafts, reads_hidden_states, uses_blocks, drafts_together = 0, False, False, False
+
+    def agree(self, num_requests: int, num_drafts: int) -> None:
+        """Do nothing."""
+
+    def take_part(self) -> None:
+        """Do nothing."""
 
     def warmup(self) -> None:
         """Do nothing."""

@@ -99,6 +99,21 @@ class UsesModelMemory(Protocol):
 
 
 @runtime_checkable
+class DraftsTogether(Protocol):
+    """A drafter whose expert-parallel ranks may exchange tokens while they draft, so that all must draft together."""
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """True if the ranks exchange tokens; otherwise the other methods do nothing."""
+
+    def agree(self, num_requests: int, num_drafts: int) -> None:
+        """Set the shape in which all ranks draft next, once: in `propose` or in `take_part`. `num_drafts` may be 0."""
+
+    def take_part(self) -> None:
+        """Draft for padding, unless `propose` has returned since `agree`."""
+
+
+@runtime_checkable
 class TakesTime(Protocol):
     """A drafter that estimates how long its proposals take, so that it is called only if drafting saves time.
 

@@ -30,6 +30,13 @@ class ExpertExchange:
         self._num_made = 0
 
     @contextmanager
+    def completed(self) -> Iterator[bool]:
+        """Context manager like `resuming` whose exchanges complete those that failed, and are counted with them."""
+        with self.resuming() as any_made:
+            yield any_made
+        self._num_made = 0
+
+    @contextmanager
     def resuming(self) -> Iterator[bool]:
         """Context manager for a padding forward pass that skips the exchanges which the failed forward pass has made.
 

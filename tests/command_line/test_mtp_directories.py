@@ -149,6 +149,4 @@ def test_a_server_starts_with_auto(tmp_path: Path) -> None:
     off = ("--num-speculative-tokens", "0")
     assert started(*off, has_head=False) == ("none", 0, PromptLookupDrafter)
     assert started("--tensor-model-parallel-size", "2") == ("auto", 5, AutoDrafter)
-    split = ("--expert-model-parallel-size", "2")
-    assert started(*split, has_head=False) == ("none", 0, PromptLookupDrafter)
     assert started("--drafter", "prompt-lookup", *off, has_head=False)[0] == "none"

@@ -34,9 +34,9 @@ def test_four_ranks_have_copies_of_two_kv_heads(name: str, worlds: Worlds) -> No
 @pytest.mark.parametrize(
     ("name", "kind", "layouts"),
     [
-        ("nemotron_h_moe-0", None, [ONE, PIPELINE, TENSOR]),
+        ("nemotron_h_moe-0", None, [ONE, PIPELINE, TENSOR, EXPERT]),
         pytest.param("qwen3_5-0", None, [PIPELINE, TENSOR, ONE], marks=pytest.mark.long),
-        pytest.param("nemotron_h-6", "modelopt FP8", [TENSOR, PIPELINE], marks=pytest.mark.long),
+        pytest.param("nemotron_h_moe-0", "modelopt FP8", [TENSOR, PIPELINE], marks=pytest.mark.long),
     ],
 )
 def test_drafts_of_a_loaded_head_change_no_token_under_any_layout(

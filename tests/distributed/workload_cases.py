@@ -11,7 +11,7 @@ import torch
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process, ranks_of_process
+from megatron_mamba_cache.mcore.model_ranks import expert_peers_of_process, num_expert_ranks, ranks_of_process
 from megatron_mamba_cache.models.architecture import GatedDeltaSizes
 from megatron_mamba_cache.speculation.drafter import Drafter
 from megatron_mamba_cache.step import shared_steps
@@ -134,15 +134,27 @@ def run_fp8_workload(layout: Layout, flavour: str, seed: int) -> tuple[dict[int,
 
 
 def run_workloads_of_replicas(
-    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int, form: str = "dense"
+    layout: Layout,
+    flavours: tuple[str, ...],
+    seed: int,
+    num_graphs: int,
+    digest_steps: int,
+    form: str = "dense",
+    head_accuracy: float | None = None,
 ) -> RankOutcome:
     """Run a different workload on each replica, in step with the others, which may share experts with it."""
     with parallel(layout):
-        return _run_workloads_of_replica(layout, flavours, seed, num_graphs, digest_steps, form)
+        return _run_workloads_of_replica(layout, flavours, seed, num_graphs, digest_steps, form, head_accuracy)
 
 
 def _run_workloads_of_replica(
-    layout: Layout, flavours: tuple[str, ...], seed: int, num_graphs: int, digest_steps: int, form: str
+    layout: Layout,
+    flavours: tuple[str, ...],
+    seed: int,
+    num_graphs: int,
+    digest_steps: int,
+    form: str,
+    head_accuracy: float | None,
 ) -> RankOutcome:
     """Run it within the layout; everything that this function holds is freed before the ranks' groups."""
     with pytest.MonkeyPatch.context() as patch:
@@ -155,7 +167,8 @@ def _run_workloads_of_replica(
         replica = parallel_state.get_data_parallel_rank()
         own_seed = seed if layout.expert > 1 else seed + replica
         replays = flavours[replica] in REPLAYED and form not in WITHOUT_REPLAY
-        work = _workload(flavours[replica], own_seed, num_graphs, digest_steps, replays=replays)
+        has_head = head_accuracy is not None
+        work = _workload(flavours[replica], own_seed, num_graphs, digest_steps, replays=replays, has_head=has_head)
         if layout.expert > 1:  # settings are the same on all ranks, loads are not: fewer requests, and later
             later = (replace(arrival, step=arrival.step + 5 * replica) for arrival in work.arrivals)
             # Others take no part in one rank's flush or suspend; they must not notice an error of one rank.
@@ -166,7 +179,7 @@ def _run_workloads_of_replica(
             )
         most_tokens = min(GRAPH_TOKENS, work.config.max_tokens - work.config.max_requests - 1)
         with _shapes_without_graphs(most_tokens) as eager:
-            outcome = _run_workloads(work)
+            outcome = _run_workloads(work, head_accuracy=head_accuracy)
         return replace(outcome, num_idle=steps.num_idle, eager=tuple(eager) if num_graphs else ())
 
 
@@ -299,7 +312,9 @@ def _head(work: Workload, known: NoisyDrafter | None) -> Drafter:
     ranks = ranks_of_process()
     if not ranks.is_last_stage:
         return KnownReceiver(work.subject, known)
-    return CheckedMTPDrafter(work.subject, known=known, share=0.3 if ranks.num_stages == 1 else 0.0)
+    return CheckedMTPDrafter(
+        work.subject, known=known, share=0.3 if ranks.num_stages == 1 and num_expert_ranks() == 1 else 0.0
+    )
 
 
 def _drafter(texts: dict[int, list[int]], work: Workload, accuracy: float = 0.8) -> NoisyDrafter:

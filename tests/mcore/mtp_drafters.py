@@ -188,7 +188,7 @@ class KnownReceiver(DraftReceiver):
     """Receives drafts from the last pipeline stage, and replaces them if `CheckedMTPDrafter` does there."""
 
     def __init__(self, subject: Hybrid, known: NoisyDrafter | None) -> None:
-        super().__init__(subject.model, random_head(subject.sizes))
+        super().__init__(subject.model)
         self._known = known
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:

@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...mcore.model_ranks import num_expert_ranks, ranks_of_process
+from ...errors import CacheIntegrityError
+from ...mcore.expert_layer import exchange_of
+from ...mcore.model_ranks import ranks_of_process
 from ...mcore.mtp_chain import MTPChain
 from ...mcore.mtp_head import MTPHead, RemoteHead
 from ...mcore.step_reads import head_time_of
-from ...recurrences.model_shape import EXPERTS
+from ...policy.requests import RunningRequest
 from ...speculation.drafter import Draft, DraftRequest
 from ...speculation.short_list import ShortList
 from ...speculation.step_time import StepTime
@@ -25,16 +27,7 @@ from .mtp_passes import MTPPasses
 
 def drafter_of(model: Any, head: MTPHead | RemoteHead) -> "MTPDrafter | DraftReceiver":
     """Return this rank's drafter; all ranks of the model must call this."""
-    return MTPDrafter(model, head) if isinstance(head, MTPHead) else DraftReceiver(model, head)
-
-
-def check_head_experts(pattern: str) -> None:
-    """Raise `ValueError` if a head of this pattern has experts that are split over expert-parallel ranks."""
-    if EXPERTS in pattern and num_expert_ranks() > 1:
-        raise ValueError(
-            f"an MTP head of pattern {pattern!r} cannot draft with its experts split over {num_expert_ranks()} "
-            "expert-parallel ranks, which draft at different times; use tensor-parallel ranks, or another drafter"
-        )
+    return MTPDrafter(model, head) if isinstance(head, MTPHead) else DraftReceiver(model)
 
 
 class DraftReceiver:
@@ -46,8 +39,7 @@ class DraftReceiver:
 
     chain = None
 
-    def __init__(self, model: Any, head: RemoteHead) -> None:
-        check_head_experts(head.pattern)
+    def __init__(self, model: Any) -> None:
         self.vocab_size = int(model.vocab_size)
         self._ranks = ranks_of_process()
         self._time: StepTime = self._ranks.gather(None)[-1]
@@ -87,12 +79,11 @@ class MTPDrafter:
         model: This rank's shard of the engine's model.
         short_list: Tokens that may be drafted; None for a quarter of a large vocabulary, or for a whole small one.
 
-    Raises:
-        ValueError: If the head has experts that are split over expert-parallel ranks.
+    Expert-parallel ranks exchange tokens in the passes. All of them make the same number of passes of the same number of
+    requests, without graphs.
     """
 
     def __init__(self, model: Any, head: MTPHead, short_list: ShortList | None = None) -> None:
-        check_head_experts(head.pattern)
         self._short_list = short_list or ShortList.of(model)
         self.mtp_chain = MTPChain(model, head, self._short_list)
         self.vocab_size = int(model.vocab_size)
@@ -101,7 +92,9 @@ class MTPDrafter:
         self._time: StepTime = self._ranks.gather(time)[-1]
         self._passes: MTPPasses | None = None
         self._captured_at: WeightAddresses | None = None
-        self.wants_graphs = True
+        self._exchange = exchange_of(head)
+        self._agreed: tuple[int, int] | None = None  # numbers of requests and of passes
+        self.wants_graphs = self._exchange is None  # ranks would have to capture together
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -109,7 +102,7 @@ class MTPDrafter:
         lengths, running = [request.num_tokens for request in requests], [request.running for request in requests]
         if self._short_list is not None:
             self._short_list.count(running)
-        return drafts_of(self._ranks.from_source(self._passes_here().draft(running, lengths)), lengths)
+        return drafts_of(self._ranks.from_source(self._passes_together(running, lengths)), lengths)
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return the estimated seconds of one pass for each draft of the longest."""
@@ -154,7 +147,35 @@ class MTPDrafter:
     def drop_graphs(self) -> None:
         """Drop the graphs and all else that uses the engine's memory; both are made again for the next drafts."""
         self._passes = self._captured_at = None
-        self.wants_graphs = True
+        self.wants_graphs = self._exchange is None
+
+    @property
+    def exchanges_tokens(self) -> bool:
+        """True if expert-parallel ranks exchange tokens in the passes."""
+        return self._exchange is not None
+
+    def agree(self, num_requests: int, num_drafts: int) -> None:
+        """Set the number of requests and of passes in which all expert-parallel ranks draft next."""
+        self._agreed = (num_requests, num_drafts) if num_drafts else None
+
+    @torch.inference_mode()
+    def take_part(self) -> None:
+        """Make the passes on which expert-parallel ranks agreed, unless this rank has made them."""
+        if self._agreed is None or self._exchange is None:
+            return
+        with self._exchange.completed():
+            self._passes_here().draft((), (), *self._agreed)
+        self._agreed = None
+
+    def _passes_together(self, requests: Sequence[RunningRequest], lengths: Sequence[int]) -> Tensor:
+        if self._exchange is None:
+            return self._passes_here().draft(requests, lengths)
+        if self._agreed is None:
+            raise CacheIntegrityError("expert-parallel ranks draft only in a step on which all agreed; call agree()")
+        with self._exchange.counted():
+            drafts = self._passes_here().draft(requests, lengths, *self._agreed)
+        self._agreed = None
+        return drafts
 
     def _passes_here(self) -> MTPPasses:
         """Return the passes over the memory that the engine has now."""

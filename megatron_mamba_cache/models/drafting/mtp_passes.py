@@ -87,13 +87,24 @@ class MTPPasses:
                 attention, self._chain.rotary(self._longest), recorder.record(begin)[1], recorder.record(repeat)[1]
             )
 
-    def draft(self, requests: Sequence[RunningRequest], lengths: Sequence[int]) -> Tensor:
+    def draft(
+        self,
+        requests: Sequence[RunningRequest],
+        lengths: Sequence[int],
+        least_size: int = 0,
+        num_passes: int | None = None,
+    ) -> Tensor:
         """Return the most likely next tokens of requests, [requests, most of `lengths`] int64 on the device.
 
         The newest token of each request is at position `computed`. Entries are written from there on.
+
+        Args:
+            least_size: Minimum number of requests in a pass, padding included.
+            num_passes: Number of passes, at least the most of `lengths`, which is the default.
         """
         number = len(requests)
-        size = min((size for size in self._captured if size >= number), default=number)
+        least_size = max(number, least_size)
+        size = min((size for size in self._captured if size >= least_size), default=least_size)
         captured = self._captured.get(size)
         self._send(requests, lengths, size)
         if captured is None:
@@ -102,14 +113,14 @@ class MTPPasses:
             captured.begin()
         longest = [(request.computed, length) for request, length in zip(requests, lengths, strict=True)]
         longest += [(0, 1)] * (size - number)
-        for index in range(max(lengths)):
+        for index in range(max(lengths) if num_passes is None else num_passes):
             rows = self._attention_rows(size, [newest + min(index + 1, length) for newest, length in longest])
             if captured is None:
                 self._compute(size, self.memory.attention.plan(rows))
             else:
                 captured.attention.plan_again(rows)
                 captured.repeat()
-        return self._drafts[:number, : max(lengths)].contiguous()
+        return self._drafts[:number, : max(lengths, default=0)].contiguous()
 
     def _send(self, requests: Sequence[RunningRequest], lengths: Sequence[int], size: int) -> None:
         """Write the inputs of the first pass, with padding up to `size` requests, and copy them to the device."""
