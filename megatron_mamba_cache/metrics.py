@@ -69,17 +69,17 @@ class CacheCounters:
         """Average number of tokens that a decode step adds to a request; 0 without decode steps."""
         return (self.decode_rows + self.accepted_tokens) / self.decode_rows if self.decode_rows else 0.0
 
-    def count_drafts(self, num_drafts: int, num_accepted: int) -> None:
-        """Count one request's decode step, with its draft tokens and accepted draft tokens."""
-        self.decode_rows += 1
-        self.draft_tokens += num_drafts
-        self.accepted_tokens += num_accepted
+    def count_drafts(self, num_drafts: int, num_accepted: int, num_rows: int = 1) -> None:
+        """Count a decode step of `num_rows` requests that have the same numbers of draft and accepted draft tokens."""
+        self.decode_rows += num_rows
+        self.draft_tokens += num_drafts * num_rows
+        self.accepted_tokens += num_accepted * num_rows
         for index in range(num_drafts):
             if index == len(self.drafts_at):
                 self.drafts_at.append(0)
                 self.accepted_at.append(0)
-            self.drafts_at[index] += 1
-            self.accepted_at[index] += index < num_accepted
+            self.drafts_at[index] += num_rows
+            self.accepted_at[index] += num_rows * (index < num_accepted)
 
     def count_without_hit(self, reason: str | None) -> None:
         """Count a request without a cache hit under a reason; do nothing if `reason` is None."""

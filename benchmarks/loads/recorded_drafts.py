@@ -45,6 +45,10 @@ class ChanceDrafter:
         """Return the requested number of draft tokens per request, or all remaining tokens if there are fewer."""
         return [Draft(tuple(map(self._token, self._known(request)))) for request in requests]
 
+    def whole_draft(self, request_id: int) -> list[int]:
+        """Return a draft of the whole reply to a request; empty if the reply is not known."""
+        return [self._token(right) for right in self.replies.get(request_id % self._run_length, ())]
+
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return 0: as with prompt lookup, drafting takes no time."""
         return 0.0

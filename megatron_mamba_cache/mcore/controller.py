@@ -10,7 +10,7 @@ from typing_extensions import override
 from ..step.padding_steps import take_part
 from ..step.step_outcome import StepOutcome
 from .context import MambaCacheContext, ids_of
-from .request_states import DraftCounts
+from .request_states import NO_DRAFTS, DraftCounts
 
 
 class MambaCacheController(TextGenerationController):
@@ -59,9 +59,6 @@ class MambaCacheController(TextGenerationController):
         take_part(self.inference_wrapped_model, self.context.runner)
 
 
-_NO_DRAFTS = DraftCounts()
-
-
 def _step_result(outcome: StepOutcome) -> dict[str, Any]:
     """Return a step's tokens and log-probs under the keys that Megatron's engine reads."""
     kept, graph = outcome.kept.tokens, outcome.step.graph
@@ -90,6 +87,6 @@ def _landing_result(outcome: StepOutcome) -> dict[str, Any]:
 
 def _draft_counts(outcome: StepOutcome) -> list[DraftCounts]:
     if not any(outcome.num_drafts):
-        return [_NO_DRAFTS] * len(outcome.kept.tokens)
+        return [NO_DRAFTS] * len(outcome.kept.tokens)
     requests = zip(outcome.num_drafts, outcome.kept.tokens, strict=True)
-    return [DraftCounts(drafted, len(new) - 1) if drafted else _NO_DRAFTS for drafted, new in requests]
+    return [DraftCounts(drafted, len(new) - 1) if drafted else NO_DRAFTS for drafted, new in requests]

@@ -20,7 +20,7 @@ _LOG_PROBS = ("prompt_log_probs", "generated_log_probs")
 _TOP_N = ("prompt_top_n_logprobs", "generated_top_n_logprobs")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen objects take three times as long to make
 class Addition:
     """A step's results for one request, except the last token and its time, which Megatron appends.
 
@@ -130,8 +130,9 @@ def additions_of(
         if chosen is None and not drafts.drafted:
             continue
         request, state = entries[request_id].record.requests[-1], states[request_id]
-        text_of = str if state.candidate.spec.log_probs.names_ids else partial(_text_of, detokenize)
         best = None
+        if index in top_n or index in prompts:
+            text_of = str if state.candidate.spec.log_probs.names_ids else partial(_text_of, detokenize)
         if index in top_n:
             best = [alternatives_by_text(ids.tolist(), values.tolist(), text_of) for values, ids in top_n[index]]
         if scored := prompts.get(index):

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
 
@@ -12,8 +12,7 @@ from ..policy.requests import Candidate, RunningRequest
 _REMEMBERED_REQUESTS = 65_536
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCounts:
+class DraftCounts(NamedTuple):
     """Numbers of a request's draft tokens that were verified and that were accepted."""
 
     drafted: int = 0
@@ -22,6 +21,9 @@ class DraftCounts:
     def plus(self, other: "DraftCounts") -> "DraftCounts":
         """Return the field-wise sum of two counts."""
         return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
+
+
+NO_DRAFTS = DraftCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class RequestState:
     candidate: Candidate  # queue entry, used again after an interruption
     cached_tokens: int | None = None  # number of prompt tokens that needed no prefill at the first admission
     tiers: TierTokens = TierTokens()  # numbers of these tokens that were restored from lower tiers
-    draft_counts: DraftCounts = DraftCounts()  # totals for the request, including those from before evictions
+    draft_counts: DraftCounts = NO_DRAFTS  # totals for the request, including those from before evictions
     admitted_at: float | None = None  # monotonic clock in seconds at the first admission; not used for scheduling
     running: RunningRequest | None = None  # newest admission of the request, which may have ended
     num_written_before: int = 0  # number of prompt tokens cached by earlier admissions
@@ -71,7 +73,7 @@ class RequestCounts:
     cached_tokens: int = 0
     tiers: TierTokens = TierTokens()
     num_written: int = 0
-    drafts: DraftCounts = DraftCounts()
+    drafts: DraftCounts = NO_DRAFTS
     admitted_at: float | None = None
 
     @property

@@ -17,6 +17,9 @@ from .slot_pool import SlotPool
 class DraftStates(ABC):
     """Allocator of draft slots or buffers for requests; the only code that changes a `StateCursor`."""
 
+    is_limited = False
+    """True if `most_drafts` depends on the position."""
+
     @abstractmethod
     def begin(self, live_slot: SlotId) -> StateCursor:
         """Return a cursor for an admitted request; raise `CacheIntegrityError` if no draft buffer is free for it."""
@@ -33,6 +36,10 @@ class DraftStates(ABC):
         """Make the state after the last step's first `num_tokens` tokens the live state; release unneeded storage."""
         cursor.accept(num_tokens)
         self.trim(cursor)
+
+    def accept_followed(self, cursor: StateCursor, num_tokens: int) -> None:
+        """Like `accept`, but keep all storage, because the next step is running with as many drafts."""
+        cursor.accept(num_tokens)
 
     @abstractmethod
     def trim(self, cursor: StateCursor) -> None:
@@ -108,6 +115,7 @@ class ReplayStates(DraftStates):
     def __init__(self, max_requests: int, rounding_len: int | None = None) -> None:
         self._num_buffers = max_requests
         self._rounding_len = rounding_len
+        self.is_limited = rounding_len is not None
         self._free = [DraftBufferId(number) for number in reversed(range(max_requests))]
 
     def begin(self, live_slot: SlotId) -> StateCursor:

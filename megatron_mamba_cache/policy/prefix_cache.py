@@ -240,6 +240,19 @@ class PrefixCache:
             self._reservations.cancel(request)
         self._unpin_source(request)
 
+    def publish_followed(self, request: RunningRequest, end: int) -> None:
+        """Publish what a decode step has computed up to position `end`, while the next step of the request is running.
+
+        A reservation for a boundary after `end` stays, because the next step may reach it.
+        """
+        if end // self.block_size > request.num_published_blocks and self._publishes(request):
+            self._publish_blocks(request, end)
+        if request.reserved and request.reserved[0].position <= end:
+            if self._publishes(request):
+                self._reservations.publish(request, end)
+            else:
+                self._reservations.cancel(request)
+
     def abort(self, request: RunningRequest) -> None:
         """Cancel the request's reservations and unpin its source state, for a step that will not be published."""
         self._reservations.cancel(request)
@@ -279,6 +292,37 @@ class PrefixCache:
         for request in edges if self._keeps_decode_states else ():
             if (request.computed + 2) % self.block_size == 0 and self._publishes(request):  # it fills a block
                 self._reservations.reserve_in_decode(request, request.computed + 2)
+
+    def can_follow(self, requests: Sequence[RunningRequest]) -> bool:
+        """Return whether `reserve_followed` has enough blocks, and states allow as many drafts in the next step."""
+        if self.draft_states.is_limited and not all(
+            self.draft_states.most_drafts(request.computed + 1, 2 * len(request.drafts)) == 2 * len(request.drafts)
+            for request in requests
+        ):
+            return False
+        return len(self._short(requests)) <= self.kv.num_available
+
+    def reserve_followed(self, requests: Sequence[RunningRequest]) -> None:
+        """Reserve blocks and slots for the next step while one runs; the next step has as many drafts.
+
+        Whatever the running step accepts, a block holds both steps' tokens of a request, so they reach one boundary.
+
+        Raises:
+            CacheCapacityError: If too few blocks are available.
+        """
+        for request in self._short(requests):
+            self.grow(request)
+        size = self.block_size
+        for request in requests if self._keeps_decode_states else ():
+            end, width = request.computed + request.scheduled, request.scheduled
+            # A boundary up to `end` belongs to the running step.
+            if end % size + width >= size and not request.reserved and self._publishes(request):
+                self._reservations.reserve_in_decode(request, (end // size + 1) * size)
+
+    def _short(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
+        """Return the requests whose blocks may not hold their next step, with as many drafts as the running step."""
+        size = self.block_size
+        return [one for one in requests if one.computed + 2 * one.scheduled > len(one.block_ids) * size]
 
     def lengthen_prompt(self, request: RunningRequest, prompt: npt.NDArray[np.int64]) -> None:
         """Replace the prompt by a longer one that starts with it; the request prefills the rest."""

@@ -186,9 +186,10 @@ class RunningRequest:
 
     def keep(self, emitted: Sequence[int]) -> KeptTokens:
         """Return the sampled tokens up to and including the first that ends the request, or all if none ends it."""
-        if not self.samples_this_step:
+        length, sampling = self.length, self.spec.sampling
+        if self.computed + self.scheduled - len(self.drafts) != length:  # it does not sample in this step
             return KeptTokens()
-        sampling, length = self.spec.sampling, self.length + len(emitted)
+        length += len(emitted)
         if length < self.spec.max_len and sampling.termination_id not in emitted and not sampling.stop_words:
             return KeptTokens(tuple(emitted))
         for count in range(1, len(emitted) + 1):

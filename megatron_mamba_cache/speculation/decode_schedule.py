@@ -1,6 +1,7 @@
 """Schedule decode requests with their drafts, and advance requests when the step has finished."""
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -147,4 +148,27 @@ def advance_requests(
         cache.publish(request, num_kept)
         cache.counters.unlisted_tokens += planner.note(request, len(request.drafts), num_kept - 1)
         cache.advance(request, num_kept)
+    planner.note_step(requests)
+
+
+def advance_followed_requests(
+    requests: Sequence[RunningRequest],
+    kept: Sequence[tuple[int, ...]],
+    cache: PrefixCache,
+    planner: DraftPlanner | NoDrafts,
+) -> None:
+    """Like `advance_requests`, after a decode step whose next step is running with as many drafts."""
+    accept, counters = cache.draft_states.accept_followed, cache.counters
+    outcomes: Counter[tuple[int, int]] = Counter()
+    for request, new in zip(requests, kept, strict=True):
+        num_kept, num_drafts = len(new), len(request.drafts)
+        request.append(new)
+        cache.publish_followed(request, request.computed + num_kept)
+        counters.unlisted_tokens += planner.note(request, num_drafts, num_kept - 1)
+        accept(request.cursor, num_kept)
+        request.advance(num_kept)
+        outcomes[num_drafts, num_kept - 1] += 1
+    for (num_drafts, num_accepted), num_rows in outcomes.items():
+        counters.count_drafts(num_drafts, num_accepted, num_rows)
+        counters.decode_tokens_computed += (1 + num_drafts) * num_rows
     planner.note_step(requests)

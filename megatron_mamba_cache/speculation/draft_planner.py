@@ -18,6 +18,7 @@ from .drafter import (
     Drafter,
     DraftRequest,
     DraftsTogether,
+    FollowsSteps,
     HasShortList,
     HasVocabulary,
     ReadsHiddenStates,
@@ -80,6 +81,7 @@ class DraftPlanner:
         self._together = drafter if isinstance(drafter, DraftsTogether) and drafter.exchanges_tokens else None
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._listing = drafter if isinstance(drafter, HasShortList) else None
+        self._follower = drafter if isinstance(drafter, FollowsSteps) else None
         self._policy = policy
         self._lookup = lookup
         self._offers: list[Draft] = []  # of prompt lookup, for the requests of the step
@@ -170,6 +172,34 @@ class DraftPlanner:
         """Return True if these requests, which have no drafts in this step, will have none in the next either."""
         return self._policy.stays_paused(requests)
 
+    def follower(self, requests: Sequence[RunningRequest]) -> FollowsSteps | None:
+        """Return the drafter if it may draft for the next step before the host reads the outcome of the running step.
+
+        It then drafts as many tokens for each request as the request has drafts in the running step, so the policy must
+        choose the same numbers again, of drafts by the drafter.
+        """
+        if self._follower is None or isinstance(self._policy, AllDrafts):
+            return self._follower
+
+        max_counts = [self.max_drafts] * len(requests)
+
+        def offers(most: Sequence[int] = max_counts) -> list[int]:
+            found = self._looked_up(requests, most)
+            for request, offer in zip(requests, found, strict=True):
+                if offer.tokens and not self._shadow_drafts.num_tokens(request):
+                    self._shadow_drafts.start(request, offer.tokens)
+            return [len(offer.tokens) for offer in found]
+
+        arguments = (offers,) if self._lookup is not None else ()
+        counts = self._policy.counts(requests, max_counts, sum(max_counts), *arguments)
+        repeats = counts == [len(request.drafts) for request in requests] and not any(self._policy.by_lookup)
+        return self._follower if repeats else None
+
+    def note_followed(self, requests: Sequence[RunningRequest]) -> None:
+        """Record that the drafter has drafted for these requests on the device; called before their step lands."""
+        self._begin()
+        self._asked = {request.request_id: False for request in requests}
+
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each request, in order, not longer than its limit.
 
@@ -215,7 +245,7 @@ class DraftPlanner:
             self._has_drafts |= not by_lookup
             self._policy.note(request.request_id, num_drafted, num_accepted, by_lookup=by_lookup)
             if num_accepted < num_drafted and self._listing is not None and not by_lookup:
-                return not self._listing.is_listed(int(request.tokens(request.length - 1, request.length)[0]))
+                return not self._listing.is_listed(request.generated[-1])
         return False
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
@@ -390,6 +420,12 @@ class NoDrafts:
     def stays_paused(self, requests: Sequence[RunningRequest]) -> bool:
         """Return True."""
         return True
+
+    def follower(self, requests: Sequence[RunningRequest]) -> None:
+        """Return None."""
+
+    def note_followed(self, requests: Sequence[RunningRequest]) -> None:
+        """Do nothing."""
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return an empty draft for each request."""

@@ -114,6 +114,20 @@ class DraftsTogether(Protocol):
 
 
 @runtime_checkable
+class FollowsSteps(Protocol):
+    """A drafter that can draft on the device from the outcome of a captured step, before the host reads it."""
+
+    def can_follow(self, graph: Any) -> bool:
+        """Return whether the drafts after steps of this graph have been captured."""
+
+    def follow(self, graph: Any, requests: Sequence[RunningRequest]) -> None:
+        """Launch the drafts after the running step of these requests, and complete the next step with `follow_step`.
+
+        The next step has as many drafts as the running step, and has been sent to the device.
+        """
+
+
+@runtime_checkable
 class TakesTime(Protocol):
     """A drafter that estimates how long its proposals take, so that it is called only if drafting saves time.
 

@@ -11,6 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from ..kernels.sampling.followed_steps import FollowedRows
+
+FOLLOWED_UNIFORMS = "uniforms", "accept_uniforms"
+"""Sections of `FollowedRows.uniforms` and `later_uniforms`; no draft of a step that follows has a distribution."""
+
 
 class HostCopy:
     """Asynchronous copy of a tensor to the host; the device may overwrite the tensor afterwards."""
@@ -160,6 +165,22 @@ class StepBuffers:
     def device_block_table(self) -> Tensor:
         """Return the device block table, [max_requests, max_blocks]."""
         return self.device("block_table").view(self.limits.max_requests, self.limits.max_blocks)
+
+    def followed_rows(self, num_requests: int, num_tokens: int) -> FollowedRows:
+        """Return views of a decode step's inputs on the device, which `follow_step` replaces."""
+        by_request = ("computed", "accepted", "kv_lengths", "last_block_lens")
+        early, late = (self.device_int64(name)[:num_tokens] for name in FOLLOWED_UNIFORMS)
+        return FollowedRows(
+            cu_tokens=self.device("cu_query")[: num_requests + 1],
+            **{name: self.device(name)[:num_requests] for name in by_request},
+            token_ids=self.device_int64("token_ids")[:num_tokens],
+            positions=self.device_int64("token_positions")[:num_tokens],
+            token_blocks=self.device("token_blocks")[:num_tokens],
+            token_offsets=self.device("token_offsets")[:num_tokens],
+            uniforms=early,
+            later_uniforms=late,
+            block_table=self.device_block_table()[:num_requests],
+        )
 
     def begin(self) -> None:
         """Wait until the previous step has been copied to the device, so that the host buffer can be overwritten."""

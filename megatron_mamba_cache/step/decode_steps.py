@@ -80,7 +80,7 @@ class DecodeStep:
         It must have the same requests and draft counts. Each request must have advanced by its kept tokens, and its new
         tokens must be in the same KV block as before.
         """
-        if not self._is_sent_last(requests, buffers) or [request.scheduled for request in requests] != self.widths:
+        if not self.is_sent_last(requests, buffers) or [request.scheduled for request in requests] != self.widths:
             return False
         if any(request.is_prefilling for request in requests):
             return False
@@ -100,14 +100,15 @@ class DecodeStep:
             tokens: [requests] tokens sampled in this step; None while unknown. With None, a request that has ended is
                 computed once more, and the result is discarded.
         """
-        if self.ends is None or not self._is_sent_last(requests, buffers):
+        if self.ends is None or not self.is_sent_last(requests, buffers):
             return False
         if tokens is not None and self.ends.any_ends(tokens):
             return False
         computed = buffers.host("computed")[: len(requests)] + 1  # value in the next step
         return not (computed + 1 >= self.ends.max_lens).any()
 
-    def _is_sent_last(self, requests: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
+    def is_sent_last(self, requests: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
+        """Return whether the buffers still hold this step, and `requests` are its requests."""
         same_number = buffers.num_begun == self.number and len(requests) == len(self.requests)
         return same_number and all(map(is_, requests, self.requests))
 

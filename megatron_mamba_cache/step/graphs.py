@@ -63,6 +63,11 @@ class StepGraphs:
         """Shapes of the captured graphs."""
         return self._graphs.keys()
 
+    @property
+    def with_drafts(self) -> Collection[StepGraph]:
+        """Graphs of steps with drafts."""
+        return [graph for shape, graph in self._graphs.items() if shape.width > 1]
+
     def hold(self, step: StepShape) -> bool:
         """Return whether any graph can run a step of this shape, and so every smaller step."""
         return any(shape.holds(step) for shape in self._graphs)

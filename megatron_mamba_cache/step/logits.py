@@ -16,7 +16,7 @@ from ..policy.logits_settings import PLAIN_LOGITS
 from ..policy.random_counter import DrawPurpose, counter_uniform
 from ..policy.request_settings import SamplingSettings
 from ..policy.requests import RunningRequest
-from .buffers import StepBuffers
+from .buffers import FOLLOWED_UNIFORMS, StepBuffers
 
 _Record = TypeVar("_Record", bound=Any)
 
@@ -178,6 +178,19 @@ def write_next_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers
     ):
         if not request.spec.sampling.is_greedy:
             uniforms[index] = counter_uniform(request.spec.sampling.seed, computed + 1, DrawPurpose.SAMPLE)
+
+
+def write_followed_uniforms(requests: Sequence[RunningRequest], buffers: StepBuffers) -> None:
+    """Write the random numbers for all positions that the step after this one may sample; see `FollowedRows`."""
+    sections = [buffers.host(name).view(np.float64) for name in FOLLOWED_UNIFORMS]
+    at = 0
+    for request in requests:
+        sampling, count = request.spec.sampling, request.scheduled
+        if not sampling.is_greedy:
+            first = request.computed + 2
+            numbers = [counter_uniform(sampling.seed, first + i, DrawPurpose.SAMPLE) for i in range(2 * count - 1)]
+            sections[0][at : at + count], sections[1][at : at + count - 1] = numbers[:count], numbers[count:]
+        at += count
 
 
 def write_uniforms(

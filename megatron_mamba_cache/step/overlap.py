@@ -1,14 +1,17 @@
 """Launch the next step before the host has processed this one, so that the GPU computes while the host works.
 
-The next step can be launched at two points (see `docs/overlapped-steps.md` for the rules):
+The next step can be launched at three points (see `docs/overlapped-steps.md` for the rules):
 
 - `may_overlap`: before or after the host reads this step's tokens, which the GPU copies to the next step's inputs.
   Every request decodes one more token without drafts, and no request can join. If the host masks or changes a request's
   logits, only the forward pass is launched; when the step lands, tokens are sampled and boundary states are copied.
+- `may_follow`: before the host reads this step's outcome, if a drafter can draft from it on the device. Every request
+  has as many drafts as in this step, and no request can join.
 - `may_launch_drafts`: after this step has landed, before it is reported. No request has ended, and none can join.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
@@ -17,6 +20,7 @@ from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
+from .logits import any_masked, any_scored
 from .overlapped_step import CapturedStep, GraphsByShape, OverlappedStep
 from .shapes import StepShape
 from .shared_steps import StepSharing
@@ -100,6 +104,30 @@ def may_launch_drafts(
     )
 
 
+def may_follow(
+    step: Step, graph: CapturedStep, num_running: int, queue: QueueState, cache: PrefixCache, *, is_wanted: bool
+) -> bool:
+    """Return whether the next step may be launched with drafts before the outcome of this step is read.
+
+    No request may join or be known to end, and the host must not change, mask or score any logits.
+
+    Args:
+        graph: The step's graph, whose outcome can feed the next step; see `Step.feeding_graph`.
+        num_running, is_wanted: As in `may_overlap`.
+    """
+    requests = step.requests
+    return (
+        is_wanted
+        and not step.has_one_token_each
+        and queue.is_settled
+        and not queue.has_waiting
+        and len(requests) == num_running
+        and graph.can_follow(requests)
+        and not (step.batch.logits.any_changed or any_masked(requests) or any_scored(requests))
+        and cache.can_follow(requests)
+    )
+
+
 class OverlappedSteps:
     """Launches the next step early if the configuration and the rules allow it; holds it until its tokens are read."""
 
@@ -126,7 +154,7 @@ class OverlappedSteps:
         Args:
             tokens: [requests] new tokens of the step; None until they are read.
         """
-        if self.launched is not None:
+        if self.launched is not None or (tokens is None and self._follow(step)):
             return
         graph, queue, requests, is_wanted = step.feeding_graph, self._queue, self._requests, self._is_wanted
         wants = may_overlap(
@@ -134,6 +162,20 @@ class OverlappedSteps:
         )
         if self._sharing.may_launch(step, queue, wants=wants, knows_tokens=tokens is not None) and graph is not None:
             self.launch(graph, step.requests)
+
+    def _follow(self, step: Step) -> bool:
+        """Launch the step after this captured step with drafts, if `may_follow` allows it; return whether it did."""
+        graph, requests, cache = step.feeding_graph, step.requests, self._requests.cache
+        is_wanted = self._is_wanted and not self._sharing.is_shared
+        if graph is None or not may_follow(step, graph, len(self._requests), self._queue, cache, is_wanted=is_wanted):
+            return False
+        captured = graph.captured if isinstance(graph, OverlappedStep) else graph
+        drafter = self._planner.follower(requests)
+        if drafter is None or not drafter.can_follow(captured):
+            return False
+        cache.reserve_followed(requests)
+        self.launched = graph.launch_followed(requests, partial(drafter.follow, captured, requests))
+        return True
 
     def may_launch_drafts(self, step: Step, graphs: GraphsByShape | None) -> bool:
         """Return whether `launch_drafts` may be called after this step; see the function `may_launch_drafts`."""

@@ -1,6 +1,6 @@
 """Interface of steps computed by CUDA graphs, and overlapped steps, launched before their requests are updated."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Protocol
@@ -65,6 +65,16 @@ class CapturedStep(Protocol):
     def launch_next(self, requests: Sequence[RunningRequest]) -> "OverlappedStep":
         """Launch the next step, whose input tokens are copied on the device; return it. The caller must let it land."""
 
+    def can_follow(self, requests: Sequence[RunningRequest]) -> bool:
+        """Return whether the device can derive the next step, with as many drafts, from this step's outcome."""
+
+    def launch_followed(self, requests: Sequence[RunningRequest], follow: Callable[[], None]) -> "OverlappedStep":
+        """Launch the next step before the outcome is read; return it. The caller must let it land.
+
+        Args:
+            follow: Launches the drafts that follow this step's outcome, and `follow_step`.
+        """
+
 
 class OverlapState(Enum):
     """Progress of an overlapped step."""
@@ -88,6 +98,7 @@ class OverlappedStep:
         state: FORWARD if only the forward pass is launched: when the step lands, the graph computes the outcome from
             the logits, or the runner does if a request changes them other than by a mask. OUTCOME if both are launched.
         draft_distributions: As in `Step`.
+        has_device_drafts: True if only the device knows the drafts; their tokens are 0 on the host.
     """
 
     def __init__(
@@ -97,13 +108,18 @@ class OverlappedStep:
         ends: RequestEnds | None,
         state: OverlapState,
         draft_distributions: Sequence[Tensor | None] = (),
+        *,
+        has_device_drafts: bool = False,
     ) -> None:
         self.state = state
+        self.has_device_drafts = has_device_drafts
         self._graph: CapturedStep | None = graph
         self._batch = batch
         self._ends = ends
         self._fed: Sequence[int] = ()
         self._drafts = [request.drafts for request in batch.requests]
+        if has_device_drafts:
+            self._drafts = [(0,) * len(drafts) for drafts in self._drafts]
         self._draft_distributions = draft_distributions
         self._stream = stream_of(graph.outcome) if graph.outcome.is_cuda else None
         self.shape = graph.shape
@@ -154,14 +170,15 @@ class OverlappedStep:
 
     def schedule(self, requests: Sequence[RunningRequest]) -> list[Tensor | None]:
         """Schedule the launched tokens for the remaining requests; return the draft distributions."""
-        launched, left = self._batch.requests, set(map(id, requests))
+        launched = self._batch.requests
+        left = set(map(id, requests)) if len(requests) < len(launched) else None
         for request, drafts in zip(launched, self._drafts, strict=True):
-            if id(request) in left:
+            if left is None or id(request) in left:
                 request.schedule(1 + len(drafts), drafts)
         return [
             sampled
             for request, sampled in zip(launched, self._draft_distributions, strict=False)
-            if id(request) in left
+            if left is None or id(request) in left
         ]
 
     def lay_out(self, requests: Sequence[RunningRequest], *, draws_ratios: bool) -> StepBatch:
@@ -222,6 +239,19 @@ class OverlappedStep:
             raise CacheIntegrityError("the graph of this step was freed; check can_launch_next() before launch_next()")
         return self._graph.launch_next(requests)
 
+    def can_follow(self, requests: Sequence[RunningRequest]) -> bool:
+        return self._graph is not None and self._graph.can_follow(requests)
+
+    def launch_followed(self, requests: Sequence[RunningRequest], follow: Callable[[], None]) -> "OverlappedStep":
+        if self._graph is None:
+            raise CacheIntegrityError("the graph of this step was freed; check can_follow() before launch_followed()")
+        return self._graph.launch_followed(requests, follow)
+
+    @property
+    def captured(self) -> CapturedStep | None:
+        """The graph that computes the step; None after it is freed."""
+        return self._graph
+
     def _wait_for_launch(self) -> None:
         if self._stream is not None and (stream := stream_of(self.outcome)) != self._stream:
             stream.wait_stream(self._stream)
@@ -245,6 +275,10 @@ class GraphsByShape(Protocol):
     @property
     def shapes(self) -> Collection[StepShape]:
         """Shapes of the captured graphs."""
+
+    @property
+    def with_drafts(self) -> Collection[CapturedStep]:
+        """Graphs of steps with drafts."""
 
     def hold(self, step: StepShape) -> bool:
         """Return whether any graph can run a step of this shape, and so every smaller step."""

@@ -23,7 +23,12 @@ from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..ranks.digest import Digest
 from ..ranks.group import ExpertPeers, Ranks
-from ..speculation.decode_schedule import advance_one_token_requests, advance_requests, note_hidden_states
+from ..speculation.decode_schedule import (
+    advance_followed_requests,
+    advance_one_token_requests,
+    advance_requests,
+    note_hidden_states,
+)
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
 from .batch import lay_out_step
 from .buffers import HostCopy
@@ -124,7 +129,8 @@ class StepRunner:
         outcome = self._sample(step, logits)
         copy, scores = HostCopy(outcome), self._scorer.begin(step, outcome, logits)
         self.overlapped_steps.launch_next(step)
-        if self.overlapped_steps.launched is None and not step.num_prefill_requests:
+        early = self.overlapped_steps.launched
+        if (early is None or early.has_device_drafts) and not step.num_prefill_requests:
             self.planner.decide_next(step.requests)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait for the device
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
@@ -141,6 +147,8 @@ class StepRunner:
             self.sharing.note_launched()
             self._at_work = list(self.requests)
             distributions = early.schedule(self._at_work)
+            if early.has_device_drafts:
+                self.planner.note_followed(self._at_work)
         else:
             decoding = self.requests.decoding
             self._at_work = [*decoding, *(request for request in self.requests.prefilling if request.scheduled)]
@@ -173,8 +181,11 @@ class StepRunner:
         step, overlapped_step = self.step, self.overlapped_steps.launched
         ended = [step.requests[index] for index in kept.ended]
         if overlapped_step is not None:  # it was launched with these tokens, and its blocks are allocated
-            overlapped_step.check_inputs([new[-1] for new in kept.tokens])
-            advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
+            if overlapped_step.has_device_drafts:
+                advance_followed_requests(step.requests, kept.tokens, self.cache, self.planner)
+            else:
+                overlapped_step.check_inputs([new[-1] for new in kept.tokens])
+                advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
             self.step_requests.leave(ended)
             held_back = GrowthOutcome()
@@ -358,7 +369,8 @@ class StepRunner:
         Args:
             found: Outcome of `verify_step` as a list of rows.
         """
-        if not any_sampled(step.draft_distributions):
+        early = self.overlapped_steps.launched
+        if not any_sampled(step.draft_distributions) and not (early is not None and early.has_device_drafts):
             tokens = [found[row][1] for row in step.batch.row_indices]
             self.overlapped_steps.launch_next(step, tokens)
             if (early := self.overlapped_steps.launched) is not None:

@@ -7,7 +7,7 @@ two graphs before the first attention layer, and the host plans while the first 
 pipeline stages or expert-parallel ranks, which would wait for one another.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -20,6 +20,7 @@ from ..policy.random_counter import DrawPurpose
 from ..policy.requests import RunningRequest, num_decoding
 from .batch import StepBatch, send_padded_step, view_step
 from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
+from .followed_steps import can_follow, send_followed
 from .logits import Draws, StepLogits, any_changed, any_masked, any_scored, logits_starts
 from .model import StepModel
 from .overlapped_step import OverlappedStep, OverlapState
@@ -91,6 +92,7 @@ class StepGraph:
     ) -> None:
         self.shape = shape
         self._purpose = purpose
+        self._longest = longest
         self._model = model
         self._memory = runner.memory
         buffers, geometry = self._memory.step_buffers, self._memory.geometry
@@ -183,6 +185,32 @@ class StepGraph:
             self.verify(before.step.draws)
             state = OverlapState.OUTCOME
         return OverlappedStep(self, batch, before.step.ends, state)
+
+    def can_follow(self, requests: Sequence[RunningRequest]) -> bool:
+        """Return whether `launch_followed` may be called; see `CapturedStep`."""
+        before, memory = self._latest.of(self), self._memory
+        return before is not None and can_follow(
+            before.step,
+            requests,
+            memory.step_buffers,
+            memory.geometry.block_size,
+            self._longest,
+            is_planned=self._attention.is_planned,
+        )
+
+    def launch_followed(self, requests: Sequence[RunningRequest], follow: Callable[[], None]) -> OverlappedStep:
+        """Launch the next step with drafts; see `CapturedStep`."""
+        before, memory = self._latest.of(self), self._memory
+        if before is None:
+            raise CacheIntegrityError("another step was sent since; check can_follow() before launch_followed()")
+        sent = send_followed(before.step, memory.step_buffers, memory.geometry.block_size, self.shape.num_requests)
+        memory.prepare(())
+        batch = self._note_next(before, sent)
+        self._plan_attention()  # it writes the lengths of last blocks, which `follow` then replaces
+        follow()
+        self.forward()
+        self.verify(before.step.draws)
+        return OverlappedStep(self, batch, None, OverlapState.OUTCOME, has_device_drafts=True)
 
     def _note_next(self, before: SentStep, step: DecodeStep) -> StepBatch:
         """Record a sent step that continues `before`; return its batch. Plan attention again if KV blocks changed."""

@@ -24,8 +24,8 @@ from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import EngineRun, OracleTally
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.injected_errors import ERROR_POINTS
-from tests.mcore.mtp_drafters import CheckedMTPDrafter, KnownReceiver
-from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.mtp_drafters import CheckedMTPDrafter, QuickReceiver
+from tests.mcore.noisy_drafter import NoisyDrafter, noisy_texts
 from tests.mcore.random_workloads import (
     FLAVOURS,
     GATED_DELTA_MODELS,
@@ -266,7 +266,7 @@ def _run_workloads(work: Workload, drafts_with_model: bool = False, head_accurac
         if head_accuracy is None:
             drafter = _draft_model(work) if drafts_with_model else _drafter(plain.texts, work)
         else:
-            drafter = _head(work, None if head_accuracy < 0 else _drafter(plain.texts, work, head_accuracy))
+            drafter = _head(work, plain.texts, head_accuracy)
         outcomes = plain, run_workload(work, drafter)
         if isinstance(drafter, CheckedDraftModel):
             drafter.assert_nothing_held()
@@ -307,14 +307,17 @@ def _draft_model(work: Workload) -> CheckedDraftModel:
     )
 
 
-def _head(work: Workload, known: NoisyDrafter | None) -> Drafter:
-    """Return the drafter of this rank; checks need a model that computes a whole sequence on its own ranks."""
+def _head(work: Workload, texts: dict[int, list[int]], accuracy: float) -> Drafter:
+    """Return the drafter of this rank; a negative accuracy keeps the drafts of the random head.
+
+    Checks need a model that computes a whole sequence on its own ranks.
+    """
     ranks = ranks_of_process()
     if not ranks.is_last_stage:
-        return KnownReceiver(work.subject, known)
-    return CheckedMTPDrafter(
-        work.subject, known=known, share=0.3 if ranks.num_stages == 1 and num_expert_ranks() == 1 else 0.0
-    )
+        return QuickReceiver(work.subject)
+    known = None if accuracy < 0 else noisy_texts(texts, accuracy=accuracy, vocab_size=work.subject.sizes.vocab_size)
+    share = 0.3 if ranks.num_stages == 1 and num_expert_ranks() == 1 else 0.0
+    return CheckedMTPDrafter(work.subject, known=known, share=share)
 
 
 def _drafter(texts: dict[int, list[int]], work: Workload, accuracy: float = 0.8) -> NoisyDrafter:

@@ -56,6 +56,7 @@ GROUPS = [
         "test_greedy_draws.py",
         "test_verification.py",
         "test_draft_passes.py",
+        "test_followed_steps.py",
         "test_delta_verify.py",
         "test_fp16_states.py",
     ],

@@ -1,7 +1,7 @@
 """Random multi-token prediction (MTP) heads of tiny models, and a drafter that checks what steps store for them."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_mamba_cache.kernels.attention.interface import AttentionRows
 from megatron_mamba_cache.kernels.attention.reference import ReferenceAttention
+from megatron_mamba_cache.kernels.sampling.draft_passes import DraftRows
 from megatron_mamba_cache.mcore.model_ends import embeddings_of, rotary_of
 from megatron_mamba_cache.mcore.model_ranks import ranks_of_process
 from megatron_mamba_cache.mcore.model_reading import model_shape_of
@@ -20,14 +21,15 @@ from megatron_mamba_cache.mcore.mtp_chain import MTPBatch, MTPChain
 from megatron_mamba_cache.mcore.mtp_head import MTPStep, RemoteHead
 from megatron_mamba_cache.mcore.self_attention import CachingSelfAttention
 from megatron_mamba_cache.models.drafting.mtp_drafter import DraftReceiver, MTPDrafter
+from megatron_mamba_cache.models.drafting.mtp_passes import MTPPasses
 from megatron_mamba_cache.models.mtp_head import build_mtp_head, head_architecture
 from megatron_mamba_cache.models.random_hybrid import RandomHybridConfig, random_architecture
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.recurrences.hidden_states import HIDDEN, last_hidden_states
 from megatron_mamba_cache.speculation.drafter import Draft, DraftRequest
+from megatron_mamba_cache.step.overlapped_step import CapturedStep
 from tests.mcore import engine_runs
 from tests.mcore.engine_runs import Hybrid
-from tests.mcore.noisy_drafter import NoisyDrafter
 
 TOLERANCE = 2e-4
 
@@ -122,23 +124,74 @@ def entries_of(chain: MTPChain, model: Any, tokens: Tensor, hidden: Tensor) -> T
     return kv_cache[:, :, 0]
 
 
+class KnownPasses(MTPPasses):
+    """Passes whose drafts are replaced on the device, also in CUDA graphs.
+
+    Attributes:
+        known: Request id -> token at each position of its text; -1 where the head's draft stays.
+        order: Ids of the requests in the rows of `table`.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.known: Mapping[int, Sequence[int]] = {}
+        self.order: list[int] = []
+        num_rows, device = len(self._hidden), self._hidden.device
+        self.table = torch.full((num_rows, self._longest + self._drafts.shape[1] + 1), -1, device=device)
+
+    def draft(
+        self,
+        requests: Sequence[RunningRequest],
+        lengths: Sequence[int],
+        least_size: int = 0,
+        num_passes: int | None = None,
+    ) -> Tensor:
+        self._fill(requests)
+        return super().draft(requests, lengths, least_size, num_passes)
+
+    def follow(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
+        self._fill(requests)
+        super().follow(graph, requests)
+
+    def most_likely(self, hidden: Tensor, rows: DraftRows) -> Tensor:
+        known = self.table[: len(hidden)].gather(1, rows.positions[:, None] + 1)[:, 0]
+        return torch.where(known >= 0, known, super().most_likely(hidden, rows))
+
+    def _fill(self, requests: Sequence[RunningRequest]) -> None:
+        order = [request.request_id for request in requests]
+        if order == self.order:
+            return
+        self.order = order
+        self.table.fill_(-1)
+        for row, request in enumerate(requests):
+            text = torch.tensor(self.text_of(request)[: self.table.shape[1]], dtype=torch.int64)
+            self.table[row, : len(text)] = text.to(self.table.device)
+
+    def text_of(self, request: RunningRequest) -> Sequence[int]:
+        """Return the entry of `known` for a request."""
+        return self.known.get(request.request_id, ())
+
+
 class CheckedMTPDrafter(MTPDrafter):
     """Drafts with a random head; some calls check the head's entries and hidden states against whole sequences.
 
     Attributes:
         num_checked: Number of tokens whose entries were checked.
+        num_followed: Number of steps that were launched with drafts before the host read the outcome of the last.
         failures: Errors of failed checks, which the engine treats as errors of the drafter.
 
     Args:
-        known: Drafter whose tokens replace those of the head, which are computed nevertheless; None: none are replaced.
-        share: Share of the requests of a call that are checked; the first of all always is.
+        known: Request id -> tokens that replace those of the head, which are computed nevertheless; see `KnownPasses`.
+        share: Share of the requests of a call that are checked; the first of all always is, unless this is 0.
     """
 
+    passes_type = KnownPasses
+
     def __init__(
-        self, subject: Hybrid, *, known: NoisyDrafter | None = None, share: float = 0.3, seed: int = 0
+        self, subject: Hybrid, *, known: Mapping[int, Sequence[int]] | None = None, share: float = 0.3, seed: int = 0
     ) -> None:
         super().__init__(subject.model, random_head(subject.sizes))
-        self.num_checked = 0
+        self.num_checked = self.num_followed = 0
         self.failures: list[AssertionError] = []
         self._model = subject.model
         self._known = known
@@ -153,22 +206,41 @@ class CheckedMTPDrafter(MTPDrafter):
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return one draft for each request."""
+        self._check_some([request.running for request in requests])
+        return super().propose(requests)
+
+    @torch.inference_mode()
+    def follow(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
+        """Launch the drafts of the next step."""
+        self.num_followed += 1
+        self._check_some(requests, is_followed=True)
+        super().follow(graph, requests)
+
+    def _passes_here(self) -> MTPPasses:
+        passes = super()._passes_here()
+        assert isinstance(passes, KnownPasses)
+        passes.known = self._known or {}
+        return passes
+
+    def _check_some(self, requests: Sequence[RunningRequest], *, is_followed: bool = False) -> None:
         for request in requests:
-            if not self.num_checked or self._random.random() < self._share:
+            if self.checks and (not self.num_checked or self._random.random() < self._share):
                 try:
-                    self.check(request.running)
+                    self.check(request, is_followed=is_followed)
                 except AssertionError as error:
                     self.failures.append(error)
                     raise
-        drafts = super().propose(requests)
-        return drafts if self._known is None else self._known.propose(requests)
 
     def assert_entries_are_right(self) -> None:
         """Assert that entries were checked, and all were right."""
         assert self.num_checked and not self.failures, self.failures[:1]
 
-    def check(self, request: RunningRequest) -> None:
-        """Assert that all computed tokens have the entries of an uncached run, and the last its hidden state."""
+    def check(self, request: RunningRequest, *, is_followed: bool = False) -> None:
+        """Assert that all computed tokens have the entries of an uncached run, and the last its hidden state.
+
+        Args:
+            is_followed: True while a step runs, which has overwritten this hidden state.
+        """
         context = self.mtp_chain.context
         device, length = context.memory.kv_buffer.device, request.computed
         tokens = torch.tensor(list(map(int, request.tokens(0, length))), device=device)
@@ -177,25 +249,21 @@ class CheckedMTPDrafter(MTPDrafter):
         found = self.mtp_chain.kv_cache[:, :, blocks].flatten(2, 3)[:, :, :length]
         expected = entries_of(self.mtp_chain, self._model, tokens, hidden)
         torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=TOLERANCE)
+        self.num_checked += length
+        if is_followed:
+            return
         at = [[request.cursor.live_slot], [request.cursor.accepted]]
         slots, accepted = torch.tensor(at, dtype=torch.int32, device=device)
         last = last_hidden_states(context.memory.state_pool.hidden_states.live[HIDDEN], slots, accepted)
         torch.testing.assert_close(last[0], hidden[-1], atol=TOLERANCE, rtol=TOLERANCE)
-        self.num_checked += length
 
 
-class KnownReceiver(DraftReceiver):
-    """Receives drafts from the last pipeline stage, and replaces them if `CheckedMTPDrafter` does there."""
+class QuickReceiver(DraftReceiver):
+    """Receives drafts from the last pipeline stage, where `CheckedMTPDrafter` drafts."""
 
-    def __init__(self, subject: Hybrid, known: NoisyDrafter | None) -> None:
+    def __init__(self, subject: Hybrid) -> None:
         super().__init__(subject.model)
-        self._known = known
 
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return almost no time, like `CheckedMTPDrafter`."""
         return 1e-9
-
-    def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
-        """Return one draft for each request."""
-        drafts = super().propose(requests)
-        return drafts if self._known is None else self._known.propose(requests)

@@ -47,3 +47,17 @@ class NoisyDrafter:
             right if self._random.random() < self._accuracy else other
             for right, other in zip(known, wrong, strict=True)
         ]
+
+
+def noisy_texts(
+    texts: Mapping[int, Sequence[int]], *, accuracy: float, vocab_size: int, seed: int = 0
+) -> dict[int, list[int]]:
+    """Return texts in which each token is replaced by a wrong one with probability 1 - accuracy."""
+    draw = random.Random(seed)
+    return {
+        request_id: [
+            token if draw.random() < accuracy else (token + draw.randrange(1, vocab_size)) % vocab_size
+            for token in text
+        ]
+        for request_id, text in texts.items()
+    }

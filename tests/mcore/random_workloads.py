@@ -21,6 +21,7 @@ from megatron_mamba_cache.policy.block_growth import GrowthOutcome, grow_request
 from megatron_mamba_cache.policy.prefix_cache import PrefixCache
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.speculation.prompt_lookup import AutoDrafter
 from megatron_mamba_cache.step.logits import any_changed, any_masked, any_scored
 from tests.grammars.piece_tokenizer import END, PieceTokenizer
 from tests.grammars.random_schemas import random_schema
@@ -530,7 +531,7 @@ class WorkloadOutcome:
     run: EngineRun
 
 
-def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutcome:
+def run_workload(work: Workload, drafter: Drafter | AutoDrafter | None = None) -> WorkloadOutcome:
     """Run a workload to its end with all assertions; copies between tiers fail or are late on any rank."""
     with (
         unreliable_copies(len(work.arrivals) + 1000 * ranks_of_process().index) as copies,
@@ -545,7 +546,7 @@ def run_workload(work: Workload, drafter: Drafter | None = None) -> WorkloadOutc
     return outcome
 
 
-def _run_workload(work: Workload, drafter: Drafter | None) -> WorkloadOutcome:
+def _run_workload(work: Workload, drafter: Drafter | AutoDrafter | None) -> WorkloadOutcome:
     only_last = work.scores_prompts or not (work.has_log_probs or work.keeps_all_logits)
     settings: dict[str, Any] = {"tokenizer": PieceTokenizer()} if work.has_grammars else {}
     if work.scores_prompts:

@@ -4,7 +4,7 @@ import pytest
 
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.mtp_drafters import CheckedMTPDrafter, with_head
-from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.noisy_drafter import noisy_texts
 
 COUNTERS = ("prompt_tokens_skipped", "prompt_tokens_matched", "states_restored", "states_published")
 NUM_TOKENS = 20
@@ -29,7 +29,7 @@ def test_hits_are_those_without_drafts(form: str, accuracy: float) -> None:
     plain = EngineRun.start(subject, cache_config(subject.sizes, **sizes))
     talk(plain)
     texts = {request_id: prompt + plain.tokens(request_id) for request_id, prompt in plain.prompts.items()}
-    known = NoisyDrafter(texts, accuracy=accuracy, vocab_size=subject.sizes.vocab_size)
+    known = noisy_texts(texts, accuracy=accuracy, vocab_size=subject.sizes.vocab_size)
     drafter = CheckedMTPDrafter(with_head(subject), known=known, share=1.0)
     drafts = {"num_speculative_tokens": 3, "adaptive_drafts": False}
     run = EngineRun.start(subject, cache_config(subject.sizes, **sizes, **drafts), drafter=drafter)

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_mamba_cache.speculation.prompt_lookup import AutoDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.mtp_drafters import CheckedMTPDrafter
@@ -51,6 +52,15 @@ SEEDS = [
     pytest.param("gated delta", True, range(48, 76), id="replayed-gated-delta-long", marks=pytest.mark.slow),
 ]
 
+FOLLOWED = [
+    pytest.param("dense", False, range(6), id="window"),
+    pytest.param("dense", True, range(6, 12), id="replayed"),
+    pytest.param("gated delta", True, range(12, 16), id="replayed-gated-delta", marks=pytest.mark.long),
+    pytest.param("experts", False, range(16, 20), id="experts", marks=pytest.mark.long),
+    pytest.param("gated delta", False, range(20, 24), id="gated-delta", marks=pytest.mark.long),
+    pytest.param("half", True, range(24, 28), id="half", marks=pytest.mark.long),  # with FlashInfer on a GPU
+]
+
 EXERCISES = {
     name: ("draft_tokens", "accepted_tokens", "windows_changed")
     + (() if name == "uncached" else ("decode_states_published",))
@@ -71,6 +81,36 @@ def totals() -> Iterator[WorkloadTotals]:
 def captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let draft models that want graphs capture them on any machine."""
     capture_without_cuda(monkeypatch)
+
+
+@pytest.mark.parametrize(("form", "replays", "seeds"), FOLLOWED)
+@pytest.mark.parametrize("name", FLAVOURS)
+def test_random_workloads_with_drafts_on_the_device_match_the_oracle(
+    name: str, form: str, replays: bool, seeds: range, totals: WorkloadTotals
+) -> None:
+    """Steps are launched with the drafts of a head before the host has read the tokens of the last step."""
+
+    def run(seed: int) -> WorkloadOutcome:
+        rng = random.Random(f"followed {name} {seed}")
+        work = make_workload(
+            FLAVOURS[name],
+            2000 + seed,
+            rng.randrange(1, 4),
+            models=MODEL_FORMS[form],
+            replays=replays,
+            has_head=True,
+            sampled_share=0.4,
+        )
+        drafter = make_mtp_drafter(rng, work, share=0.0 if form == "half" else 0.3)
+        work = replace(work, config=replace(work.config, num_cuda_graphs=3, adaptive_drafts=seed % 2 == 0))
+        outcome = run_workload(work, AutoDrafter(drafter) if seed % 4 == 0 else drafter)
+        assert not drafter.failures, drafter.failures[:1]
+        outcome.seen["followed steps"] = drafter.num_followed
+        return outcome
+
+    if form == "half":  # the margin stops more comparisons
+        totals = WorkloadTotals()
+    totals.run_batch(name, seeds, run, ("accepted_tokens", "followed steps"), enough=ENOUGH)
 
 
 @pytest.mark.parametrize(("form", "replays", "seeds"), SEEDS)

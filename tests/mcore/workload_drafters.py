@@ -8,7 +8,7 @@ from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.checked_draft_model import CheckedDraftModel
 from tests.mcore.engine_runs import Hybrid, tiny_hybrid
 from tests.mcore.mtp_drafters import CheckedMTPDrafter
-from tests.mcore.noisy_drafter import NoisyDrafter
+from tests.mcore.noisy_drafter import NoisyDrafter, noisy_texts
 from tests.mcore.random_workloads import (
     Workload,
     run_workload,
@@ -31,14 +31,18 @@ def make_drafter(rng: random.Random, work: Workload) -> Drafter:
     )
 
 
-def make_mtp_drafter(rng: random.Random, work: Workload) -> CheckedMTPDrafter:
-    """Return a random head, whose drafts are mostly wrong, or one whose drafts are replaced by mostly right ones."""
+def make_mtp_drafter(rng: random.Random, work: Workload, share: float = 0.3) -> CheckedMTPDrafter:
+    """Return a random head, whose drafts are mostly wrong, or one whose drafts are replaced by mostly right ones.
+
+    Args:
+        share: Share of the requests of a call that are checked; 0 in half precision, whose rounding errors are larger.
+    """
     if rng.random() < 0.3:
-        return CheckedMTPDrafter(work.subject, seed=rng.randrange(1000))
+        return CheckedMTPDrafter(work.subject, share=share, seed=rng.randrange(1000))
     texts = run_workload(undisturbed(work)).texts
     vocab, accuracy = work.subject.sizes.vocab_size, rng.choice(ACCURACIES[1:])
-    known = NoisyDrafter(texts, accuracy=accuracy, vocab_size=vocab, seed=rng.randrange(1000))
-    return CheckedMTPDrafter(work.subject, known=known, seed=rng.randrange(1000))
+    known = noisy_texts(texts, accuracy=accuracy, vocab_size=vocab, seed=rng.randrange(1000))
+    return CheckedMTPDrafter(work.subject, known=known, share=share, seed=rng.randrange(1000))
 
 
 def make_draft_model(rng: random.Random, work: Workload) -> CheckedDraftModel:

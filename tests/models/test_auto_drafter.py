@@ -107,7 +107,7 @@ def test_auto_uses_both_drafters_and_changes_no_token(
 
 @pytest.mark.parametrize("is_right", [False, True], ids=["useless", "useful"])
 def test_most_steps_overlap_with_auto(loaded: Loaded, is_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With useless drafts, steps are launched while drafting pauses; with useful ones, when the step before landed."""
+    """With useless drafts, drafting pauses; with useful ones, most steps follow on the device."""
     model, sampling = loaded[1], {"temperature": 1.0}
     replies = replies_of(run_of(loaded, None, sampling))
     capture_without_cuda(monkeypatch)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_mamba_cache.kernels.sampling.followed_steps import follow_step
 from megatron_mamba_cache.policy.identifiers import BlockId, SlotId
 from megatron_mamba_cache.policy.logits_settings import LogitsSettings
 from megatron_mamba_cache.policy.request_settings import LogProbSettings, SamplingSettings
@@ -14,6 +15,7 @@ from megatron_mamba_cache.policy.requests import ReservedState, RunningRequest
 from megatron_mamba_cache.step.batch import lay_out_step, send_padded_step
 from megatron_mamba_cache.step.buffers import StepBuffers
 from megatron_mamba_cache.step.decode_steps import DecodeStep, send_again, send_next
+from megatron_mamba_cache.step.followed_steps import can_follow, send_followed
 from megatron_mamba_cache.step.shapes import StepShape
 from tests.step.step_requests import BLOCK, GEOMETRY, LIMITS, decoding
 
@@ -233,6 +235,88 @@ def test_steps_launched_early_equal_a_new_layout(device: str, fold_len: int, see
         num_new += last.has_new_blocks
     print(f"{num_next} steps ran on, {num_new} of them with new blocks")
     assert num_next > 10 and num_new > 3
+
+
+def reserve_followed(requests: list[RunningRequest], draw: random.Random) -> None:
+    """Reserve blocks and slots for a step that follows, as an engine does; some boundaries get no slot."""
+    for request in requests:
+        most = request.computed + 2 * request.scheduled
+        if most > len(request.block_ids) * BLOCK:
+            request.block_ids.append(BlockId(draw.randrange(50)))
+        boundary = (request.computed // BLOCK + 1) * BLOCK
+        if request.computed + request.scheduled < boundary <= most and not request.reserved and draw.random() < 0.7:
+            request.reserved.append(ReservedState(boundary, SlotId(draw.randrange(60))))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("fold_len", [0, 4])
+def test_steps_that_follow_on_the_device_equal_a_new_layout(device: str, fold_len: int, seed: int) -> None:
+    draw, limits, shape = random.Random(seed), replace(LIMITS, fold_len=fold_len), SHAPES[1]
+    samplings = [replace(SAMPLED, seed=index) if index % 2 == seed % 2 else GREEDY for index in range(4)]
+    requests = [
+        decoding(
+            index,
+            prompt_len=draw.randrange(1, 20),
+            num_generated=draw.randrange(1, 9),
+            num_drafts=3 if index else 0,
+            sampling=sampling,
+        )
+        for index, sampling in enumerate(samplings)
+    ]
+    buffers, expected = StepBuffers(limits, device), StepBuffers(limits, device)
+    send_anew(requests, buffers, shape)
+    last, num_next = DecodeStep.sent(requests, buffers), 0
+    longest = BLOCK * limits.max_blocks
+    while last is not None and can_follow(last, requests, buffers, BLOCK, longest, is_planned=False):
+        reserve_followed(requests, draw)
+        before, lengths = buffers.host_block_table().copy(), buffers.host("kv_lengths").copy()
+        last = send_followed(last, buffers, BLOCK, shape.num_requests)
+        reaches_block = bool(((lengths - 1) // BLOCK != (buffers.host("kv_lengths") - 1) // BLOCK).any())
+        assert last.has_new_blocks is (reaches_block or bool((buffers.host_block_table() != before).any()))
+        kept = [draw.randint(1, request.scheduled) for request in requests]
+        outcome = torch.tensor([[count, *(draw.randrange(1000) for _ in range(4))] for count in [*kept, 1, 1]])
+        drafts = torch.tensor([[draw.randrange(1000) for _ in range(3)] for _ in range(6)])
+        rows = buffers.followed_rows(shape.num_requests, shape.num_tokens)
+        follow_step(outcome.to(device), drafts.to(device), rows, BLOCK)
+        for row, (request, count) in enumerate(zip(requests, kept, strict=True)):
+            request.generated += outcome[row, 1 : 1 + count].tolist()
+            request.computed += count
+            request.cursor.accepted = count
+            request.drafts = tuple(drafts[row, : request.scheduled - 1].tolist())
+        send_anew(requests, expected, shape)
+        differing = [name for name in StepBuffers.SECTIONS if not buffers.device(name).equal(expected.device(name))]
+        assert set(differing) <= {"accept_uniforms"}  # a copy of later random numbers, which the step does not read
+        publish_reached(requests, kept, draw)  # the step lands while the next one runs
+        num_next += 1
+    print(f"{num_next} steps followed")
+    assert num_next > 3
+
+
+def publish_reached(requests: list[RunningRequest], kept: list[int], draw: random.Random) -> None:
+    """Publish blocks and boundaries that requests reached; some blocks are replaced, as in `publish`."""
+    for request, count in zip(requests, kept, strict=True):
+        end = request.computed // BLOCK
+        if end > (request.computed - count) // BLOCK and draw.random() < 0.5:
+            request.block_ids[end - 1] = BlockId(draw.randrange(50))
+        request.reserved = [state for state in request.reserved if state.position > request.computed]
+
+
+@pytest.mark.parametrize("change", ["no drafts", "drafts too long", "an end", "the longest length", "an unknown page"])
+def test_step_does_not_follow_on_the_device_if_the_host_must_know_the_outcome(device: str, change: str) -> None:
+    """A request of 10 tokens, of which 9 are computed, decodes one token and one draft."""
+    requests = [decoding(0, prompt_len=9, num_generated=1, num_drafts=0 if change == "no drafts" else 1)]
+    if change == "an end":
+        requests[0].spec = replace(requests[0].spec, max_len=11)
+    buffers = StepBuffers(LIMITS, device)
+    send_anew(requests, buffers, SHAPES[1])
+    last = DecodeStep.sent(requests, buffers)
+    assert last is not None
+    block_size = {"drafts too long": 3, "an unknown page": 12}.get(change, 16)
+    longest = 12 if change == "the longest length" else 13
+    found = can_follow(last, requests, buffers, block_size, longest, is_planned=change == "an unknown page")
+    assert not found
+    if change in ("drafts too long", "the longest length", "an unknown page"):
+        assert can_follow(last, requests, buffers, 16, 13, is_planned=True)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,8 @@ class CapturedPart:
             then needed only when the pages change.
     """
 
+    is_planned = True
+
     def __init__(
         self, call: CapturedCall, rows: AttentionRows, part: slice, block_size: int, *, reads_lengths: bool
     ) -> None:
@@ -183,6 +185,10 @@ class PlannedPart(Protocol):
     """Protocol for attention over either the decode requests or the prompts of a captured step."""
 
     @property
+    def is_planned(self) -> bool:
+        """True if `plan_again` must be called before each replay; if False, it does nothing."""
+
+    @property
     def attention(self) -> "PartAttention":
         """The call that computes attention for these requests."""
 
@@ -205,10 +211,13 @@ class PartAttention(Protocol):
 class CapturedFlashInfer:
     """`CapturedAttention` of FlashInfer; its parts are the decode requests and the prompts of a captured step."""
 
-    is_planned = True  # each replay needs a plan on the host, which assigns work to thread blocks
-
     parts: Sequence[PlannedPart]
     last_block: int | None = None
+
+    @property
+    def is_planned(self) -> bool:
+        """True if a part needs a plan on the host before each replay, which assigns work to thread blocks."""
+        return any(part.is_planned for part in self.parts)
 
     def begin(self) -> PlannedAttention:
         """Return the attention function for the step; each layer calls it."""

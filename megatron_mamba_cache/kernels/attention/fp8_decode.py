@@ -155,6 +155,8 @@ class SlotPart:
         rows: Requests with the maximum lengths for the graph.
     """
 
+    is_planned = False
+
     def __init__(self, shape: AttentionShape, rows: AttentionRows, num_requests: int) -> None:
         self._arguments = shape, rows, num_requests
         self.tokens = slice(sum(rows.query_lens[:num_requests]))

@@ -36,6 +36,8 @@ class SplitPart:
         part: Slice of `rows` that are prompts.
     """
 
+    is_planned = True
+
     def __init__(
         self,
         history: CapturedCall,

@@ -20,6 +20,7 @@ from ...step.buffers import HostCopy
 from ...step.captured_shapes import batch_sizes
 from ...step.graphs import device_reason
 from ...step.model import WeightAddresses
+from ...step.overlapped_step import CapturedStep, GraphsByShape
 from ...step.recorder import CudaRecorder, without_collections
 from ...step.warmup import batch_sizes as warmup_sizes
 from .mtp_passes import MTPPasses
@@ -37,7 +38,7 @@ class DraftReceiver:
         model: This rank's shard of the engine's model.
     """
 
-    chain = None
+    mtp_chain = None
 
     def __init__(self, model: Any) -> None:
         self.vocab_size = int(model.vocab_size)
@@ -73,15 +74,16 @@ class MTPDrafter:
     blocks, and stores the hidden state of the last token in the request's state slot. Drafts start from these. Entries
     that drafts write themselves are at positions that the next step writes again, before their block is published.
 
-    All ranks of a model must build a drafter. On several pipeline stages, the last drafts for all.
+    All ranks of a model must build a drafter. On several pipeline stages, the last drafts for all. Expert-parallel
+    ranks exchange tokens in the passes: all of them make the same number of passes of the same number of requests,
+    without graphs.
 
     Args:
         model: This rank's shard of the engine's model.
         short_list: Tokens that may be drafted; None for a quarter of a large vocabulary, or for a whole small one.
-
-    Expert-parallel ranks exchange tokens in the passes. All of them make the same number of passes of the same number of
-    requests, without graphs.
     """
+
+    passes_type = MTPPasses
 
     def __init__(self, model: Any, head: MTPHead, short_list: ShortList | None = None) -> None:
         self._short_list = short_list or ShortList.of(model)
@@ -94,7 +96,8 @@ class MTPDrafter:
         self._captured_at: WeightAddresses | None = None
         self._exchange = exchange_of(head)
         self._agreed: tuple[int, int] | None = None  # numbers of requests and of passes
-        self.wants_graphs = self._exchange is None  # ranks would have to capture together
+        self._steps: GraphsByShape | None = None  # graphs of the steps that captured drafts follow
+        self._wants_graphs = self._exchange is None  # ranks would have to capture together
 
     @torch.inference_mode()
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
@@ -107,6 +110,17 @@ class MTPDrafter:
     def draft_seconds(self, num_requests: int, num_drafts: int) -> float:
         """Return the estimated seconds of one pass for each draft of the longest."""
         return num_drafts * self._time.seconds(num_requests, 0)
+
+    def can_follow(self, graph: CapturedStep) -> bool:
+        """Return whether the drafts after steps of this graph have been captured."""
+        return self._passes is not None and self._passes.can_follow(graph)
+
+    @torch.inference_mode()
+    def follow(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
+        """Launch the drafts after the running step of these requests, and complete the next step."""
+        if self._short_list is not None:
+            self._short_list.count(requests)
+        self._passes_here().follow(graph, requests)
 
     def is_listed(self, token: int) -> bool:
         """Return True if the drafter may draft this token."""
@@ -122,16 +136,26 @@ class MTPDrafter:
         """Launch all kernels of passes once, to compile those still missing."""
         self._passes_here().rehearse(warmup_sizes(self.mtp_chain.context.cache_config.max_requests))
 
+    @property
+    def wants_graphs(self) -> bool:
+        """True if graphs are not captured, or if the engine has captured its steps again since."""
+        is_old = self._captured_at is not None and self._steps is not self.mtp_chain.context.runner.graphs
+        return self._wants_graphs or is_old
+
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture passes for as many batch sizes as the engine captures."""
-        self.wants_graphs = False  # do not retry if the capture fails
+        self.drop_graphs()
+        self._wants_graphs = False  # do not retry if the capture fails
         passes, config = self._passes_here(), self.mtp_chain.context.cache_config
         if not config.num_cuda_graphs or device_reason(passes.memory) is not None:
             return
         self._captured_at = self.mtp_chain.weight_addresses()  # before graphs exist, because a later one may fail
+        recorder, self._steps = CudaRecorder(), self.mtp_chain.context.runner.graphs
         with without_collections():
-            passes.capture(CudaRecorder(), batch_sizes(config.num_cuda_graphs, config.max_requests))
+            passes.capture(recorder, batch_sizes(config.num_cuda_graphs, config.max_requests))
+            if self._steps is not None:
+                passes.capture_following(recorder, self._steps.with_drafts)
 
     @torch.inference_mode()
     def check_weights(self) -> None:
@@ -146,8 +170,8 @@ class MTPDrafter:
 
     def drop_graphs(self) -> None:
         """Drop the graphs and all else that uses the engine's memory; both are made again for the next drafts."""
-        self._passes = self._captured_at = None
-        self.wants_graphs = self._exchange is None
+        self._passes = self._captured_at = self._steps = None
+        self._wants_graphs = self._exchange is None
 
     @property
     def exchanges_tokens(self) -> bool:
@@ -181,5 +205,5 @@ class MTPDrafter:
         """Return the passes over the memory that the engine has now."""
         if self._passes is None:
             config, memory = self.mtp_chain.context.cache_config, self.mtp_chain.context.memory
-            self._passes = MTPPasses(self.mtp_chain, memory, config.num_speculative_tokens)
+            self._passes = self.passes_type(self.mtp_chain, memory, config.num_speculative_tokens)
         return self._passes

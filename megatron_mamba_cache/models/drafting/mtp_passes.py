@@ -3,10 +3,14 @@
 The host sends the position of each request in one copy. A pass then computes one token of each request and
 leaves the inputs of the next pass on the device, so the host reads nothing before the last pass. One graph per batch
 size holds a pass, and is replayed once for each draft.
+
+After a captured step with drafts, the passes may also start from the step's outcome on the device. One more graph per
+graph of such steps holds all these passes, and writes the drafts to the inputs of the next step.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -14,6 +18,7 @@ from torch import Tensor
 
 from ...kernels.attention.interface import AttentionRows, CapturedAttention, PlannedAttention
 from ...kernels.sampling.draft_passes import DraftRows, advance_drafts
+from ...kernels.sampling.followed_steps import begin_drafts, follow_step
 from ...mcore.mtp_chain import MTPBatch, MTPChain
 from ...mcore.mtp_head import MTPStep
 from ...policy.requests import RunningRequest
@@ -22,7 +27,17 @@ from ...recurrences.hidden_states import HIDDEN, last_hidden_states
 from ...step.batch import write_block_table
 from ...step.buffers import StepBuffers, StepLimits
 from ...step.memory import CacheMemory
+from ...step.overlapped_step import CapturedStep
 from ...step.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True)
+class _FollowingPasses:
+    """Recorded passes after the steps of one graph, and the next step's inputs; see `_CapturedPasses`."""
+
+    attention: CapturedAttention
+    rotary: Tensor | None
+    replay: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +75,7 @@ class MTPPasses:
         self._drafts = torch.zeros(rows, max_drafts, dtype=torch.int64, device=device)
         self._hidden = torch.zeros_like(memory.state_pool.hidden_states.live[HIDDEN][:1, 0]).repeat(rows, 1)
         self._captured: dict[int, _CapturedPasses] = {}
+        self._following: WeakKeyDictionary[CapturedStep, _FollowingPasses] = WeakKeyDictionary()
 
     def rehearse(self, sizes: Iterable[int]) -> None:
         """Launch the kernels of passes of these batch sizes once, with padding requests."""
@@ -86,6 +102,45 @@ class MTPPasses:
             self._captured[size] = _CapturedPasses(
                 attention, self._chain.rotary(self._longest), recorder.record(begin)[1], recorder.record(repeat)[1]
             )
+
+    def capture_following(self, recorder: Recorder, graphs: Iterable[CapturedStep]) -> None:
+        """Record passes that follow the steps of these graphs, which have drafts."""
+        for graph in sorted(graphs, key=lambda graph: -graph.shape.num_requests):
+            size = graph.shape.num_requests
+            attention = self.memory.attention.capture(self._attention_rows(size, [self._longest] * size))
+
+            def follow(graph: CapturedStep = graph, attention: CapturedAttention = attention) -> tuple[Tensor, ...]:
+                self._follow(graph, attention)
+                return ()
+
+            replay = recorder.record(follow)[1]
+            self._following[graph] = _FollowingPasses(attention, self._chain.rotary(self._longest), replay)
+
+    def can_follow(self, graph: CapturedStep) -> bool:
+        """Return whether passes after steps of this graph are captured."""
+        return graph in self._following
+
+    def follow(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
+        """Draft for the next step from the outcome of the running step of this graph, and complete the next step."""
+        following, size, steps = self._following[graph], graph.shape.num_requests, self.memory.step_buffers
+        if following.attention.is_planned:
+            kv_lens = steps.host("kv_lengths")[:size].tolist()  # in the same block as those of all passes
+            rows = replace(self._attention_rows(size, kv_lens), host_block_table=steps.host_block_table()[:size])
+            following.attention.plan_again(rows)
+        following.replay()
+
+    def _follow(self, graph: CapturedStep, attention: CapturedAttention) -> None:
+        """Compute all passes after a step, and replace the step's inputs by those of the next step."""
+        size, geometry, step = graph.shape.num_requests, self.memory.geometry, self.memory.step_buffers
+        self._buffers.device_block_table()[:size].copy_(step.device_block_table()[:size])
+        followed = step.followed_rows(size, graph.shape.num_tokens)
+        begin_drafts(graph.outcome, followed, self._rows(size))
+        slots = step.device_columns()[:size, 0]
+        live = self.memory.state_pool.hidden_states.live[HIDDEN]
+        self._hidden[:size] = last_hidden_states(live, slots, graph.outcome[:, 0])
+        for _ in range(graph.shape.width - 1):
+            self._compute(size, attention.begin())  # a new one for each pass, as it may read the lengths once
+        follow_step(graph.outcome, self._drafts[:size], followed, geometry.block_size)
 
     def draft(
         self,
@@ -167,7 +222,11 @@ class MTPPasses:
         step = MTPStep(batch, self._chain.kv_cache, attend, self._longest)
         hidden = self._chain.outputs(rows.token_ids, self._hidden[:size], step)
         self._hidden[:size] = hidden
-        advance_drafts(self._chain.most_likely(hidden), self._drafts[:size], rows)
+        advance_drafts(self.most_likely(hidden, rows), self._drafts[:size], rows)
+
+    def most_likely(self, hidden: Tensor, rows: DraftRows) -> Tensor:
+        """Return the draft, [requests] int64, that follows the tokens of a pass, from their outputs."""
+        return self._chain.most_likely(hidden)
 
     def _rows(self, size: int) -> DraftRows:
         buffers, geometry = self._buffers, self.memory.geometry
