@@ -17,6 +17,7 @@ from .drafter import (
     Draft,
     Drafter,
     DraftRequest,
+    DraftsAlone,
     DraftsTogether,
     FollowsSteps,
     HasShortList,
@@ -52,6 +53,7 @@ class DraftPlanner:
     Attributes:
         reads_hidden_states: True if `note_hidden_state` must be called.
         uses_blocks: True if the drafter writes drafts into the requests' KV blocks.
+        together: The drafter, as far as expert-parallel ranks draft together.
 
     Raises:
         ValueError: If `max_drafts` or `vocab_size` is below 1, or the drafter has a different vocabulary size.
@@ -78,7 +80,7 @@ class DraftPlanner:
         self.uses_blocks = isinstance(drafter, UsesModelMemory)
         self._drafter = drafter
         self._vocab_size = vocab_size
-        self._together = drafter if isinstance(drafter, DraftsTogether) and drafter.exchanges_tokens else None
+        self.together = drafter if isinstance(drafter, DraftsTogether) else DraftsAlone()
         self._graphs = drafter if isinstance(drafter, CapturesGraphs) else None
         self._listing = drafter if isinstance(drafter, HasShortList) else None
         self._follower = drafter if isinstance(drafter, FollowsSteps) else None
@@ -108,21 +110,6 @@ class DraftPlanner:
             self._graphs.capture()
         except Exception as error:  # a failed capture must not fail the step
             _LOG.warning("%s runs without CUDA graphs: %r", type(self._drafter).__name__, error)
-
-    @property
-    def drafts_together(self) -> bool:
-        """True if expert-parallel ranks exchange tokens while they draft."""
-        return self._together is not None
-
-    def agree(self, num_requests: int, num_drafts: int) -> None:
-        """Set the shape in which expert-parallel ranks draft for their next step; see `DraftsTogether`."""
-        if self._together is not None:
-            self._together.agree(num_requests, num_drafts)
-
-    def take_part(self) -> None:
-        """Draft for padding if other expert-parallel ranks may draft and this rank has not; see `DraftsTogether`."""
-        if self._together is not None:
-            self._together.take_part()
 
     def check_weights(self) -> None:
         """Drop the drafter's CUDA graphs if its weights have moved to new addresses."""
@@ -387,13 +374,7 @@ class DraftPlanner:
 class NoDrafts:
     """Null object that an engine without speculative decoding uses instead of `DraftPlanner`."""
 
-    max_drafts, reads_hidden_states, uses_blocks, drafts_together = 0, False, False, False
-
-    def agree(self, num_requests: int, num_drafts: int) -> None:
-        """Do nothing."""
-
-    def take_part(self) -> None:
-        """Do nothing."""
+    max_drafts, reads_hidden_states, uses_blocks, together = 0, False, False, DraftsAlone()
 
     def warmup(self) -> None:
         """Do nothing."""

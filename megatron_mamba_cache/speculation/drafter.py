@@ -113,6 +113,18 @@ class DraftsTogether(Protocol):
         """Draft for padding, unless `propose` has returned since `agree`."""
 
 
+class DraftsAlone:
+    """Null object for drafters whose ranks exchange no tokens."""
+
+    exchanges_tokens = False
+
+    def agree(self, num_requests: int, num_drafts: int) -> None:
+        """Do nothing."""
+
+    def take_part(self) -> None:
+        """Do nothing."""
+
+
 @runtime_checkable
 class FollowsSteps(Protocol):
     """A drafter that can draft on the device from the outcome of a captured step, before the host reads it."""

@@ -66,7 +66,7 @@ def _launch_padding(
 ) -> None:
     """Launch padding as this rank's part of the current step, unless that part was launched early."""
     if runner.overlapped_steps.take() is None and not sharing.padding_is_launched:
-        runner.planner.take_part()
+        runner.planner.together.take_part()
         _compute_padding(shape, model, runner, eagerly=eagerly)
     sharing.padding_is_launched = False
     sharing.note_launched()

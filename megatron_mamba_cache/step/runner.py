@@ -154,7 +154,7 @@ class StepRunner:
             self._at_work = [*decoding, *(request for request in self.requests.prefilling if request.scheduled)]
             budget = draft_budget(self._at_work, self.requests.budget, self.graphs, shape)
             distributions = self.step_requests.schedule_decode(decoding, budget)
-            self.planner.take_part()
+            self.planner.together.take_part()
             graph = None if self.graphs is None else self.graphs.fitting(self._at_work, shape)
         if graph is None:
             step = self.lay_out(self._at_work, distributions, shape=shape)

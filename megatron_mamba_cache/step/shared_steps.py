@@ -111,7 +111,7 @@ class SharedSteps(StepSharing):
         """Agree with the other ranks on the next shape; make it the current shape and return it."""
         fixed, self._fixed, self.is_owed = self._fixed, None, False
         self.present = computed_shape(fixed or self._agreed(), self._shapes())
-        self._planner.agree(self.present.num_decode_requests, self.present.width - 1)
+        self._planner.together.agree(self.present.num_decode_requests, self.present.width - 1)
         self.part = Part.AGREED
         return self.present
 
@@ -158,7 +158,7 @@ class SharedSteps(StepSharing):
         self.part = Part.COMPLETE
         shapes = self._shapes()
         self._fixed = None if unsure else computed_shape(StepShape(num_requests, width), shapes)
-        drafts_together = width > 1 and self._planner.drafts_together  # after they have read their tokens
+        drafts_together = width > 1 and self._planner.together.exchanges_tokens  # after they have read their tokens
         self.is_owed = bool(early) and self._fixed == self.present and self.present in shapes and not drafts_together
         return self.is_owed
 

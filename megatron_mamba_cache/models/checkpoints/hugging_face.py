@@ -1,7 +1,6 @@
 """Load a Hugging Face checkpoint of a hybrid model into Megatron, ready for `build_engine`."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..rank_shard import EMBEDDINGS, RankShard
 from .checkpoint_family import CheckpointFamily
 from .checkpoint_tensors import CheckpointTensors
 from .kv_cache_scales import KVScale, read_kv_scales, set_kv_scales
+from .loading_errors import listed, naming_source, shortened
 from .model_filling import Model, ModelFilling
 from .mtp_tensors import MTPLoading, find_head, stores_head
 from .stored_names import StoredTensors, mtp_names, num_mtp_layers, warn_of_left_out
@@ -29,7 +29,6 @@ from .stored_names import StoredTensors, mtp_names, num_mtp_layers, warn_of_left
 ActivationDtype = Literal["auto", "bf16"]
 """Inputs of FP8 weights for prompt tokens: quantized as the checkpoint says ("auto"), or bf16."""
 
-_NAMES_SHOWN = 8
 _FETCHED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja"]
 
 
@@ -117,16 +116,14 @@ def load_hugging_face(
     keeps, quantizes = dtype is torch.bfloat16 and not dequantizes, _quantizes_activations(activation_dtype)
     loading = _Loading(directory, files, dtype, keeps, quantizes)
     model = loading.filled(contents.model, build_hybrid_model)
-    of_head, is_here = contents.head, RankShard.of_process(architecture).is_last_stage
-    head = loading.filled(of_head, build_mtp_head) if of_head is not None and is_here else None
-    return LoadedModel(
-        model.model,
-        architecture,
-        directory,
-        files.quantized_summary([name for part in contents.parts for name in part.placements]),
-        model.num_kept + (0 if head is None else head.num_kept),
-        head.model if head is not None else None if of_head is None else RemoteHead(of_head.architecture.pattern),
-    )
+    num_kept, head = model.num_kept, None
+    if contents.head is not None and not contents.model.shard.is_last_stage:
+        head = RemoteHead(contents.head.architecture.pattern)
+    elif contents.head is not None:
+        filled = loading.filled(contents.head, build_mtp_head)
+        num_kept, head = num_kept + filled.num_kept, filled.model
+    names = [name for part in contents.parts for name in part.placements]
+    return LoadedModel(model.model, architecture, directory, files.quantized_summary(names), num_kept, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,25 +282,3 @@ def _check_shapes(
                 f"{files.names[name]}: tensor {name} has shape {found}, but the model needs {needed}, {sizes} "
                 f"{directory / 'config.json'}"
             )
-
-
-@contextmanager
-def naming_source(source: str | Path) -> Iterator[None]:
-    """Context manager that names `source`, which describes the model, in errors raised while the model is built."""
-    try:
-        yield
-    except (ValueError, AssertionError) as error:
-        raise ValueError(f"{source} describes a model that Megatron cannot build: {error}") from error
-    except MemoryError as error:
-        raise MemoryError(f"{source}: {error}") from error
-
-
-def listed(names: Sequence[str]) -> str:
-    """Return text for error messages with the number of tensors and the first few of their names."""
-    return f"{len(names)} tensors: {shortened(names)}"
-
-
-def shortened(names: Sequence[str]) -> str:
-    """Return text for error messages with the first few names and the number of names left out."""
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return f"{', '.join(names[:_NAMES_SHOWN])}{more}"

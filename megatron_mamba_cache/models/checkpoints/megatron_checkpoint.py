@@ -4,24 +4,21 @@ import math
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing import ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
 from megatron.core.models.mamba.mamba_model import MambaModel
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ...mcore.mtp_head import MTPHead, RemoteHead
-from ...mcore.stacked_experts import STACKED_PARAMETERS
 from ..allocation import without_memory
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model
@@ -29,11 +26,13 @@ from ..mtp_head import build_mtp_head
 from ..rank_shard import EMBEDDINGS, OUTPUT, RankShard
 from .architecture_file import write_architecture
 from .checkpoint_architecture import DescribedModel, trained_architecture, weights_directory, written_architecture
-from .checkpoint_writer import InProcessSaveStrategy, is_training_state, take_fused_names
+from .checkpoint_writer import InProcessSaveStrategy, is_training_state
 from .common_state import COMMON_FILE, CommonState, NoCommonState, check_tensor_index, read_common_state
-from .hugging_face import LoadedModel, listed, naming_source
+from .hugging_face import LoadedModel
+from .loading_errors import listed, naming_source
 from .loading_progress import loading_progress
-from .megatron_head import HEAD, LAYERS, sharded_head, stored_head
+from .megatron_head import HEAD, sharded_head, stored_head
+from .megatron_shard import BuiltShard, fill_shard, has_copied_embeddings, stacked_parts, wanted_tensors
 from .mtp_tensors import MTPLoading, found_head
 from .stored_names import is_first_rank, mtp_names, warn_of_left_out
 
@@ -72,7 +71,7 @@ def save_megatron_checkpoint(
     _barrier()  # no rank writes before all ranks have checked that the directory is empty
     try:
         state = model.sharded_state_dict()
-        if _has_copied_embeddings(architecture):
+        if has_copied_embeddings(architecture):
             del state[OUTPUT]
         if isinstance(head, MTPHead):
             of_head = sharded_head(head)
@@ -131,25 +130,12 @@ def load_megatron_checkpoint(
     _check_index(path, described, head, dtype, common, stored)
     built = _built(described, head, dtype)
     with _naming_weights(path, described):
-        wanted = _wanted(built, described.architecture, common, stored)
-        stacked = _stacked_parts(built, wanted)
+        wanted = wanted_tensors(built, described.architecture, common, stored)
+        stacked = stacked_parts(built, wanted)
         state = _read(path, wanted, stored)
-    _fill(built, state, stacked)
+    fill_shard(built, state, stacked)
     found = RemoteHead(head.pattern) if head is not None and built.head is None else built.head
     return LoadedModel(built.model, described.architecture, Path(directory), mtp=found)
-
-
-@dataclass(frozen=True, slots=True)
-class _Built:
-    """This rank's shard of a model and of its head; `head` is None if this rank has none."""
-
-    model: MambaModel
-    head: MTPHead | None
-
-    @property
-    def modules(self) -> dict[str, torch.nn.Module]:
-        """The modules by the prefix of their parameters in a state dict."""
-        return {"": self.model} if self.head is None else {"": self.model, HEAD: self.head}
 
 
 def read_head_pattern(directory: Path) -> str:
@@ -191,16 +177,16 @@ def _check_index(
         built = _built(described, head, dtype)
     with _naming_weights(path, described):
         with without_memory():
-            wanted = _wanted(built, described.architecture, common, stored)
+            wanted = wanted_tensors(built, described.architecture, common, stored)
         _check_tensors(path, described, wanted, stored)
 
 
-def _built(described: DescribedModel, head: HybridArchitecture | None, dtype: torch.dtype) -> _Built:
+def _built(described: DescribedModel, head: HybridArchitecture | None, dtype: torch.dtype) -> BuiltShard:
     """Build the model and its head with uninitialized weights; errors name the source of the architecture."""
     with naming_source(described.source):
         model = build_hybrid_model(described.architecture, dtype)
         is_here = RankShard.of_process(described.architecture).is_last_stage
-        return _Built(model, build_mtp_head(head, dtype) if head is not None and is_here else None)
+        return BuiltShard(model, build_mtp_head(head, dtype) if head is not None and is_here else None)
 
 
 @contextmanager
@@ -248,30 +234,6 @@ def _check_files(path: Path) -> None:
             )
 
 
-def _has_copied_embeddings(architecture: HybridArchitecture) -> bool:
-    """Return True if this rank's output weights are a copy of the tied embeddings on the first pipeline stage."""
-    part = RankShard.of_process(architecture)
-    return part.is_tied and part.is_last_stage and not part.is_first_stage
-
-
-def _wanted(
-    built: _Built, architecture: HybridArchitecture, common: CommonState, stored: Collection[str]
-) -> dict[str, Any]:
-    """Return the sharded tensors to load, under their stored names, without the extra state for quantized training."""
-    metadata = {"singleton_local_shards": common.splits_experts}
-    sharded = built.model.sharded_state_dict(metadata=metadata)
-    wanted = {name: part for name, part in sharded.items() if not isinstance(part, ShardedObject)}
-    if _has_copied_embeddings(architecture):
-        wanted[OUTPUT].key = EMBEDDINGS
-        wanted[OUTPUT].replica_id = (1, *wanted[OUTPUT].replica_id[1:])  # the first stage holds the main replica
-    take_fused_names(wanted, "decoder.layers.", len(architecture.pattern), stored)
-    if built.head is not None:
-        of_head = sharded_head(built.head, metadata)
-        take_fused_names(of_head, LAYERS, len(built.head.pattern), stored)
-        wanted |= of_head
-    return wanted
-
-
 def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any], stored: Mapping[str, Any]) -> None:
     """Raise `_Mismatch` unless the checkpoint's tensors, apart from training state, are exactly the model's."""
     parts = dict(wanted)
@@ -292,37 +254,6 @@ def _check_tensors(path: Path, described: DescribedModel, wanted: dict[str, Any]
         if found != expected:  # checked here, because Megatron fills up embeddings that are too small with zeros
             raise _Mismatch(f"{path}: tensor {name} has shape {found}, but {model} has {expected}")
     warn_of_left_out(path, len(left_out))
-
-
-def _stacked_parts(built: _Built, wanted: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return, by name, the tensors to load that are views of one expert in a parameter that stacks all experts."""
-    own_names = {f"{prefix}{name}" for prefix, module in built.modules.items() for name in module.state_dict()}
-    return {
-        name: part.data for name, part in wanted.items() if isinstance(part, ShardedTensor) and name not in own_names
-    }
-
-
-def _fill(built: _Built, state: dict[str, Any], stacked: Mapping[str, Tensor]) -> None:
-    for name, part in stacked.items():
-        loaded = state.pop(name)
-        if loaded.data_ptr() != part.data_ptr():
-            part.copy_(loaded)
-    of_head = {name: state.pop(name) for name in list(state) if name.startswith(HEAD)}
-    _load(built.model, state)
-    if built.head is not None:
-        _load(built.head, {name.removeprefix(HEAD): loaded for name, loaded in of_head.items()})
-
-
-def _load(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    outcome = model.load_state_dict(state, strict=False)  # extra state may be missing; the check below finds other gaps
-    unfilled = [
-        name for name in outcome.missing_keys if not is_training_state(name) and not name.endswith(STACKED_PARAMETERS)
-    ]
-    if unfilled or outcome.unexpected_keys:
-        raise ValueError(
-            f"the checkpoint has no values for the parameters {unfilled}, and the model has no parameters for the "
-            f"tensors {outcome.unexpected_keys}"
-        )
 
 
 def _reason(error: BaseException) -> str:
