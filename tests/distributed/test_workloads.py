@@ -173,14 +173,14 @@ def test_draft_model_gives_the_same_drafts_on_all_ranks(
         (TENSOR, "disturbed", 24, 3, "dense", 0.9, 0.3),
         (PIPELINE, "strides", 25, 3, "dense", -1.0, 0.3),
         *(
-            pytest.param(layout, name, 26 + index, num_graphs, form, accuracy, 0.3, marks=pytest.mark.long)
+            pytest.param(layout, name, 30 - index, num_graphs, form, accuracy, 0.3, marks=pytest.mark.long)
             for layout in (TENSOR, PIPELINE)
             for index, (name, num_graphs, form, accuracy) in enumerate(
                 (
-                    ("disturbed_tiers", 3, "dense", 0.7),
+                    ("disturbed_tiers" if layout is TENSOR else "small_steps", 3, "dense", 0.7),
                     ("few_states", 0, "gated delta", 0.9),
                     ("tight_blocks", 3, "gated delta", -1.0),
-                    ("disturbed_budget", 3, "dense", 0.0),
+                    ("strides", 3, "dense", 0.3),
                     ("few_states", 3, "experts", 0.9),
                     ("disturbed", 0, "experts", -1.0),
                 )
