@@ -43,7 +43,7 @@ from megatron_mamba_cache.kernels.quantized.activations import (
     quantize_activations,
 )
 from megatron_mamba_cache.kernels.quantized.few_token_gemm import multiply_few_tokens, num_counters
-from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_tiles, split_token_tiles
+from megatron_mamba_cache.kernels.quantized.few_token_tiles import choose_hopper_tiles, choose_tiles, split_token_tiles
 from megatron_mamba_cache.kernels.quantized.one_token_gemm import multiply_one_quantized_token
 from megatron_mamba_cache.kernels.quantized.prompt_gemm import multiply_prompt_tokens
 from megatron_mamba_cache.kernels.quantized.quantized_matrix import QuantizedForm, QuantizedMatrix
@@ -151,6 +151,19 @@ def test_split_tokens_compile_once_a_range_and_leave_registers_to_the_next_kerne
     steps = outputs // 128 * 4  # of 32 inputs
     assert len(re.findall(r"wgmma\.mma_async\.\S*\.e4m3\.e4m3", ptx)) == 2 * steps  # in each group
     assert "st.global.v4.b32" in ptx and "ld.global.cg.v" in adding.ptx[0]
+
+
+@pytest.mark.parametrize("rows", [4096, 16384, 132 * 128])
+def test_split_tokens_compile_if_programs_compute_whole_tiles_only(rows: int, compile_for_hopper: Compile) -> None:
+    """The three weights have less than a tile, one tile, and one tile for each multiprocessor of an H200."""
+    multiplying = compile_for_hopper(split_token_hopper, "_split_tokens_hopper_kernel")
+    compile_for_hopper(split_tokens_module, "_split_kernel")
+    adding = compile_for_hopper(part_sums, "_add_parts_kernel")
+    matrix, x = weight("FP8 blocks", rows, 5120), torch.empty(8, 5120, dtype=torch.bfloat16)
+    tiles = choose_hopper_tiles(matrix, len(x))
+    multiply_split_tokens(split_tokens(x, tiles.tokens), matrix, torch.empty(8, rows, dtype=torch.bfloat16), tiles)
+    assert len(multiplying.compiled) == 1
+    assert len(adding.compiled) == (rows < 16384)
 
 
 @pytest.mark.parametrize("form", ["FP8 rows", "FP8 blocks"])

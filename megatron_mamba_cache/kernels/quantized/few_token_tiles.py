@@ -50,7 +50,7 @@ class SplitTokenTiles:
     """Tile sizes of `split_token_hopper`; one program leaves room for those of the next kernels.
 
     Args:
-        programs: Each computes as many whole tiles as all of them can.
+        programs: Each computes as many whole tiles as all of them can; at least one tile remains.
         sharers: Programs between which the steps of the remaining tiles are divided.
         tokens: 16, 32 or 64; at least the number of tokens.
         outputs: Of a tile; 128 or 256.
@@ -115,8 +115,8 @@ def _division(num_tiles: int, steps: int) -> tuple[int, int]:
         programs = in_equal_parts if in_equal_parts >= 0.9 * _MULTIPROCESSORS else _MULTIPROCESSORS
         programs = min(programs, num_tiles * steps)
         return programs, programs
-    shared = num_tiles % _MULTIPROCESSORS * steps
-    most_steps = max(-(-shared // _MULTIPROCESSORS), 1)
+    shared = ((num_tiles - 1) % _MULTIPROCESSORS + 1) * steps
+    most_steps = -(-shared // _MULTIPROCESSORS)
     return _MULTIPROCESSORS, -(-shared // most_steps)
 
 

@@ -203,15 +203,15 @@ def multiply_split_tokens(tokens: SplitTokens, weight: QuantizedMatrix, out: Ten
     rows, columns = weight.shape
     num_rows, steps = tokens.scales.shape[1], triton.cdiv(columns, DEPTH.value)
     num_tiles = triton.cdiv(rows, tiles.outputs)
-    whole, remaining = divmod(num_tiles, tiles.programs)
+    whole, remaining = divmod(num_tiles - 1, tiles.programs)
     if num_rows != tiles.tokens or len(out) > num_rows or tiles.programs > num_tiles * steps or not fits_boxes(weight):
         raise ValueError(
             f"need FP8 with blocks of units, tokens padded to {tiles.tokens} and at most {num_tiles * steps} programs; "
             f"found {weight.code_bits}-bit codes in blocks of {weight.block_rows} x {weight.block_columns}, {len(out)} "
             f"tokens padded to {num_rows}, and {tiles.programs} programs"
         )
-    shared = remaining * steps
-    sharers = max(min(tiles.sharers, shared), 1)
+    shared = (remaining + 1) * steps  # Triton 3.6 does not compile programs without shared steps
+    sharers = min(tiles.sharers, shared)
     sums = torch.empty(2 * sharers, num_rows // 8, tiles.outputs, 8, dtype=torch.float32, device=out.device)
     multiply_registers, registers = _REGISTERS[num_rows, tiles.outputs]
     codes = weight.words.view(torch.float8_e4m3fn)
@@ -246,7 +246,7 @@ def multiply_split_tokens(tokens: SplitTokens, weight: QuantizedMatrix, out: Ten
         enable_fp_fusion=True,
         **overlapping(out.device),
     )
-    if shared > 0:
+    if shared != sharers * steps:  # a tile has several parts
         add_parts(Parts(sums, steps, shared, whole * tiles.programs), weight.factors, out)
 
 
