@@ -141,6 +141,8 @@ def _expected(
     if directory.path.is_dir():
         with suppress(ValueError, OSError), own_warnings_hidden():
             architecture, stored = _READERS[directory.format](directory.path)
-            pattern = _HEAD_READERS[directory.format](directory.path) if loads_head else ""
+            pattern = ""
+            with suppress(ValueError, OSError):  # a file of weights that cannot be read; loading reports it
+                pattern = _HEAD_READERS[directory.format](directory.path) if loads_head else ""
             expected = rank_shape(architecture, dtype or stored, pattern), architecture.max_sequence_length
     return expected if all(ranks.gather(expected is not None)) else None

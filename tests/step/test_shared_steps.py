@@ -150,7 +150,7 @@ class Failing:
 
     def __init__(self, sharing: SharedSteps) -> None:
         self.sharing, self.graphs, self.queue = sharing, None, UNSURE
-        self.overlapped_steps = SimpleNamespace(take=lambda: None)
+        self.overlapped_steps, self.planner = SimpleNamespace(take=lambda: None), NoDrafts()
 
 
 PARTS = {
