@@ -33,10 +33,10 @@ class KnownPasses(MTPPasses):
         num_rows, num_positions = len(self._hidden), self._longest + max_drafts + 1
         self._table = torch.full((num_rows, num_positions), -1, device=self._hidden.device)  # -1: the head's draft
 
-    def draft(self, requests: Sequence[RunningRequest], lengths: Sequence[int]) -> list[list[int]]:
+    def draft(self, requests: Sequence[RunningRequest], lengths: Sequence[int], *arguments: Any) -> Tensor:
         """Return the known tokens after the head's passes."""
         self._fill(requests)
-        return super().draft(requests, lengths)
+        return super().draft(requests, lengths, *arguments)
 
     def follow(self, graph: CapturedStep, requests: Sequence[RunningRequest]) -> None:
         """Let the next step have the known tokens as drafts."""

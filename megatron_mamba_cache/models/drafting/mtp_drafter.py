@@ -154,7 +154,7 @@ class MTPDrafter:
         recorder, self._steps = CudaRecorder(), self.mtp_chain.context.runner.graphs
         with without_collections():
             passes.capture(recorder, batch_sizes(config.num_cuda_graphs, config.max_requests))
-            if self._steps is not None:
+            if self._steps is not None and self._ranks.num_ranks == 1:  # several ranks send drafts to one another
                 passes.capture_following(recorder, self._steps.with_drafts)
 
     @torch.inference_mode()
