@@ -91,6 +91,12 @@ section draft_model "Draft model" python3 benchmarks/draft_model.py \
     --shape granite-small --draft-shape granite-tiny --state-gb 4 --kv-gb 2 --json "$results/draft_model.json"
 section draft_chances "Drafts by acceptance rate" \
     python3 benchmarks/draft_chances.py --json "$results/draft_chances.json"
+for shape in 8b nano3 qwen36-27b qwen36-35b; do
+    section "mtp_drafts_$shape" "Drafts of an MTP head of $shape, by acceptance rate" python3 benchmarks/draft_chances.py \
+        --shape "$shape" --mtp --drafts 1 3 5 --rows 1 8 64 --chances 0.9 0.7 0.5 0 --json "$results/mtp_drafts_$shape.json"
+    section "mtp_prefill_$shape" "Prompt tokens per second of $shape with an MTP head" \
+        python3 benchmarks/prefill.py --shape "$shape" --mtp --json "$results/mtp_prefill_$shape.json"
+done
 section mixed_steps "New turns while other requests decode" \
     python3 benchmarks/mixed_steps.py --json "$results/mixed_steps.json"
 section many_prompts "Many new turns at once while other requests decode" python3 benchmarks/mixed_steps.py \

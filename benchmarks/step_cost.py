@@ -57,7 +57,7 @@ from loads.serving_engine import (
 )
 from loads.sure_model import make_sure
 from measuring.ceilings import floor_us
-from measuring.gpu_time import gpu_seconds, gpu_timer, noted_waits
+from measuring.gpu_time import GpuTimer, NoGpuTimer, gpu_seconds, gpu_timer, noted_waits
 from measuring.machine import describe_machine
 from measuring.model_floors import step_bytes
 from turn_latency import rotated, some_tokens
@@ -264,8 +264,19 @@ def record(
         return record_on(engine, prompts, num_reply)
 
 
-def record_on(engine: Any, prompts: Sequence[Sequence[int]], num_reply: int, first_id: int = 0) -> Recording:
-    """Serve the prompts concurrently and time the decode-only steps; request ids start at `first_id`."""
+def record_on(
+    engine: Any,
+    prompts: Sequence[Sequence[int]],
+    num_reply: int,
+    first_id: int = 0,
+    timer: GpuTimer | NoGpuTimer | None = None,
+) -> Recording:
+    """Serve the prompts concurrently and time the decode-only steps; request ids start at `first_id`.
+
+    Args:
+        timer: Profiles steps, after the first few ones.
+    """
+    timer = timer or NoGpuTimer()
     for index, prompt in enumerate(prompts):
         send(engine, first_id + index, prompt, num_reply)
     while engine.waiting_request_ids or not engine.context.is_decode_only():
@@ -275,10 +286,14 @@ def record_on(engine: Any, prompts: Sequence[Sequence[int]], num_reply: int, fir
     accepted, seconds, num_steps = counters.accepted_tokens, 0.0, 0
     replies: dict[int, list[int]] = {}
     while engine.has_unfinished_requests():
+        if num_steps == NUM_WARMING:
+            timer.start()
         began = time.perf_counter()
         records = engine.step_modern()["finished_request_records"]
         seconds += time.perf_counter() - began
         num_steps += 1
+        if timer.add_step(time.perf_counter() - began):
+            timer.stop()
         replies |= {request.request_id - first_id: list(request.generated_tokens) for request in map(_merged, records)}
     num_tokens = counters.decode_rows + counters.accepted_tokens - before
     drafted, accepted = counters.draft_tokens - drafted, counters.accepted_tokens - accepted

@@ -84,10 +84,16 @@ def test_each_format_of_weights_is_compared_with_the_first(
 def test_prompts_are_timed_with_quantized_weights(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, tiny = import_module("prefill"), serving_engine.SHAPES["tiny"]
     monkeypatch.setattr(prefill, "NUM_ROUNDS", 1)
-    found = [prefill.prefill(replace(tiny, weights=weights), 2, 100) for weights in ("bf16", "fp8")]
-    assert [one.num_tokens for one in found] == [200, 200] and found[0].weight_bytes > 1.5 * found[1].weight_bytes
-    ratio = found[0].seconds[0] / found[1].seconds[0]
-    assert f"| {found[1].tokens_per_s:,.0f} | {ratio:.3f} |" in prefill.table(found)
+    found = [
+        one
+        for weights in ("bf16", "fp8")
+        for one in prefill.prefill(replace(tiny, weights=weights), 2, 100, measures_head=True)
+    ]
+    assert [one.has_head for one in found] == [False, True] * 2 and {one.num_tokens for one in found} == {200}
+    assert found[0].weight_bytes == found[1].weight_bytes > 1.5 * found[2].weight_bytes
+    for one in found[1:]:
+        ratio = found[0].seconds[0] / one.seconds[0]
+        assert f"| {one.tokens_per_s:,.0f} | {ratio:.3f} |" in prefill.table(found)
 
 
 def test_requests_with_extra_outputs_are_timed(serving_engine: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
