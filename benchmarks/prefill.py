@@ -1,12 +1,13 @@
 """Measure how many prompt tokens per second an engine processes, by the format of the weights.
 
     PYTHONPATH=. python3 benchmarks/prefill.py [--shape NAME] [--weights FORMAT ...] [--activation-dtype bf16] [--mtp]
-        [--prompts N] [--length N] [--json FILE]
+        [--prompts N] [--length N] [--graph-tokens N] [--json FILE]
 
 Prompts of one length, which share no prefix, are processed together in steps of at most 8,192 tokens, with a cache.
 Each reply has one token. The time is the median of several such batches, from the first prompt to the last token. The
 floor is the time of the FLOPs of all matmuls at the speed of a large bf16 matmul in the same run. With `--mtp`, each
-model is measured again with a random MTP head, whose keys and values prompts then have too.
+model is measured again with a random MTP head, whose keys and values prompts then have too. Steps of prompts are
+captured as CUDA graphs only with `--graph-tokens 8192`, because each engine then takes up to a minute to start.
 """
 
 import argparse
@@ -124,9 +125,12 @@ def main() -> None:
     parser.add_argument(
         "--length", type=int, default=4096, metavar="N", help="tokens of each prompt; default: %(default)s"
     )
+    parser.add_argument(
+        "--graph-tokens", type=int, default=0, metavar="N", help="prompt tokens of the largest CUDA graph; default: 0"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     arguments = parser.parse_args()
-    shape = shape_of(parser, arguments, LIMITS)
+    shape = replace(shape_of(parser, arguments, LIMITS), prefill_graph_tokens=arguments.graph_tokens)
     with quiet_libraries(), own_warnings_hidden():
         found: list[Prefill] = []
         for weights in arguments.weights:

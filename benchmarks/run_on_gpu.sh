@@ -74,7 +74,7 @@ for shape in qwen36-27b qwen36-35b nano3; do
         --shape "$shape" --weights $weights --rows 1 8 64 --no-drafts --json "$results/step_cost_$shape.json"
     # shellcheck disable=SC2086
     section "prefill_$shape" "Prompt tokens per second of $shape, by the format of its weights" \
-        python3 benchmarks/prefill.py --shape "$shape" --weights $weights --json "$results/prefill_$shape.json"
+        python3 benchmarks/prefill.py --shape "$shape" --weights $weights --graph-tokens 8192 --json "$results/prefill_$shape.json"
 done
 section host_work "Host work in a decode step" python3 benchmarks/host_work.py --json "$results/host_work.json"
 section changed_rows "Sampling, grammars, penalties and log-probs in a decode step" \
