@@ -1,6 +1,7 @@
 """Determine which model the flags select; torch and megatron are imported only where noted."""
 
 from argparse import Namespace
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -74,12 +75,12 @@ def fills_card(directory: ModelDirectory | None, device: str) -> bool:
 
 
 def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelShape]":
-    """Return the architecture and shape of the model in a directory; imports torch.
+    """Return the architecture and shape of the model in a directory, with the MTP head in its files; imports torch.
 
     Raises:
         ValueError, OSError: If the configuration cannot be read or describes an unsupported model.
     """
-    from ..models.checkpoints.hugging_face import read_sizes
+    from ..models.checkpoints.hugging_face import read_head_pattern, read_sizes
     from ..models.shard_shape import shard_shape
 
     architecture, dtype = read_sizes(directory)
@@ -88,7 +89,10 @@ def described_shape(directory: Path) -> "tuple[HybridArchitecture, HybridModelSh
         raise ValueError(
             f"the model must have both recurrent (M) and attention (*) layers, found the layer pattern {pattern}"
         )
-    return architecture, shard_shape(architecture, dtype)
+    head_pattern = ""
+    with suppress(ValueError, OSError):  # the configuration may be there without the weights
+        head_pattern = read_head_pattern(directory)
+    return architecture, shard_shape(architecture, dtype, head_pattern=head_pattern)
 
 
 def require_token_ids(lines: list[PromptLine], file: str | None, directory: Path) -> None:

@@ -64,15 +64,22 @@ def test_plan_combines_every_device_size_with_every_host_size(trace: Path, capfd
     assert unlimited.split()[1] == "1,312"
 
 
-def test_plan_reads_model_sizes_from_the_configuration(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("has_files", [False, True])
+def test_plan_reads_model_sizes_from_the_configuration(
+    has_files: bool, trace: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """With the files of the shipped model, it has a multi-token prediction head, with which a server starts."""
     config = json.loads((SHIPPED / "config.json").read_text())
     inner = config["mamba_num_heads"] * config["mamba_head_dim"]
     conv_dim = inner + 2 * config["n_groups"] * config["ssm_state_size"]
     weights = 2 if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else 4
     layers = config["layers_block_type"]
     state = layers.count("linear_attention") * (inner * config["ssm_state_size"] * 4 + 3 * conv_dim * weights)
-    kv = layers.count("full_attention") * 2 * config["num_key_value_heads"] * config["head_dim"] * weights
-    status, out, err = planned(capfd, trace, "--model", str(SHIPPED))
+    state += has_files * config["hidden_size"] * weights
+    num_layers = layers.count("full_attention") + has_files
+    kv = num_layers * 2 * config["num_key_value_heads"] * config["head_dim"] * weights
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    status, out, err = planned(capfd, trace, "--model", str(SHIPPED if has_files else tmp_path))
     assert status == 0 and f"{kv:,} bytes of KV a token, {state:,} bytes a state" in out and not err
 
 
@@ -107,6 +114,7 @@ def test_quantized_state_takes_a_byte_per_value_and_a_scale_per_channel(
     weights = 2 if "bfloat16" in (config.get("dtype"), config.get("torch_dtype")) else 4
     num_layers = config["layers_block_type"].count("linear_attention")
     state = num_layers * (inner * config["ssm_state_size"] + 4 * inner + 3 * conv_dim * weights)
+    state += config["hidden_size"] * weights  # of the head
     status, out, err = planned(capfd, trace, "--model", str(SHIPPED), "--cached-state-dtype", "int8")
     assert status == 0 and f" {state:,} bytes a state" in out and not err
 
@@ -126,7 +134,7 @@ def test_fp16_state_takes_two_bytes_per_value(trace: Path, capfd: pytest.Capture
 def test_fp8_kv_takes_a_byte_per_element(trace: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = json.loads((SHIPPED / "config.json").read_text())
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"]
-    num_bytes = config["layers_block_type"].count("full_attention") * per_layer
+    num_bytes = (config["layers_block_type"].count("full_attention") + 1) * per_layer  # one layer of the head
     status, out, err = planned(capfd, trace, "--model", str(SHIPPED), "--kv-cache-dtype", "fp8")
     assert num_bytes and status == 0 and f" {num_bytes:,} bytes of KV a token" in out and not err
 

@@ -68,8 +68,9 @@ def read_head_pattern(directory: Path) -> str:
     family = CheckpointFamily.read(directory)
     files = CheckpointTensors(directory, family.quantization)
     architecture = family.architecture(files.names.keys())
+    of_mtp = _mtp_names(family, files, _tensors_of_model(family, architecture, files, directory))
     try:
-        head = _Contents.find(family, architecture, files, directory, "required").head
+        head = find_head(family.module, family.config, architecture, of_mtp, directory, "required")
     except ValueError:
         return ""
     return "" if head is None else head.architecture.pattern
@@ -168,10 +169,8 @@ class _Contents:
         mtp: MTPLoading,
     ) -> "_Contents":
         """Find the destinations of each stored tensor, after checking that no tensor is missing or unknown."""
-        usual, names = family.module.placements_of(architecture), files.names.keys()
-        stored = StoredTensors.find(usual, names, family.other_names(architecture), directory)
-        unknown, known = names - stored.placements.keys(), stored.placements.keys()
-        of_mtp = mtp_names(unknown, known, num_mtp_layers(family.config))
+        stored = _tensors_of_model(family, architecture, files, directory)
+        unknown, of_mtp = files.names.keys() - stored.placements.keys(), _mtp_names(family, files, stored)
         other_parts = [name for name in unknown.difference(of_mtp) if family.is_other_part(name)]
         head = find_head(family.module, family.config, architecture, of_mtp, directory, mtp)
         skipped = of_mtp if head is None else []
@@ -199,6 +198,18 @@ class _Contents:
         warn_of_left_out(directory, num_unused, "scales of activations or of the KV cache, which are not used")
         for part in self.parts:
             _check_shapes(directory, files, part.placements, part.shapes)
+
+
+def _tensors_of_model(
+    family: CheckpointFamily, architecture: HybridArchitecture, files: CheckpointTensors, directory: Path
+) -> StoredTensors:
+    usual = family.module.placements_of(architecture)
+    return StoredTensors.find(usual, files.names.keys(), family.other_names(architecture), directory)
+
+
+def _mtp_names(family: CheckpointFamily, files: CheckpointTensors, stored: StoredTensors) -> list[str]:
+    known = stored.placements.keys()
+    return mtp_names(files.names.keys() - known, known, num_mtp_layers(family.config))
 
 
 @dataclass(frozen=True, slots=True)
