@@ -1,6 +1,7 @@
 """Build a model's multi-token prediction (MTP) head, whose layers have the sizes of the model's layers."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from megatron.core import parallel_state
@@ -28,8 +29,14 @@ def head_architecture(architecture: HybridArchitecture, pattern: str) -> HybridA
 
 
 def has_own_embeddings() -> bool:
-    """Return True if a head has a copy of the token embeddings, which are on another pipeline stage."""
+    """Return True if a head has token embeddings of its own, because the model's are on another pipeline stage."""
     return bool(parallel_state.get_pipeline_model_parallel_world_size() > 1)
+
+
+def share_tied_embeddings(head: MTPHead, model: Any, architecture: HybridArchitecture) -> None:
+    """Let a head read the output weights of the last stage if these are a copy of the token embeddings, once loaded."""
+    if head.embedding is not None and architecture.tie_embeddings:
+        head.embedding.word_embeddings.weight = model.output_layer.weight
 
 
 def head_shard(head: HybridArchitecture) -> RankShard:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -21,6 +22,7 @@ from megatron_mamba_cache.models.checkpoints.megatron_checkpoint import (
 )
 from megatron_mamba_cache.models.drafting.mtp_drafter import drafter_of
 from megatron_mamba_cache.models.shard_shape import rank_shape
+from megatron_mamba_cache.speculation import short_list
 from tests.distributed.rank_models import Layout, parallel
 from tests.mcore.engine_runs import EngineRun
 from tests.models.checkpoint_edits import tensors_of, write_tensors
@@ -115,10 +117,16 @@ def drafts_under_layouts(name: str, kind: str | None, layouts: list[Layout]) -> 
         with parallel(layout):
             loaded = load_hugging_face(folder / "model", dtype, mtp="required")
             assert loaded.mtp is not None and isinstance(loaded.mtp, MTPHead) == ranks_of_process().is_last_stage
+            _assert_tied_embeddings_are_shared(loaded)
             if saved is not None:
-                _assert_same_heads(loaded.mtp, load_megatron_checkpoint(saved, dtype, mtp="required").mtp)
+                other = load_megatron_checkpoint(saved, dtype, mtp="required")
+                _assert_same_heads(loaded.mtp, other.mtp)
+                _assert_tied_embeddings_are_shared(other)
             plain = _tokens(case, loaded)
-            assert plain == _tokens(case, loaded, drafter_of(loaded.model, loaded.mtp))
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(short_list, "_LEAST_VOCABULARY", case.config.vocab_size)
+                patch.setattr(short_list, "_FIRST_COUNT", 8)
+                assert plain == _tokens(case, loaded, drafter_of(loaded.model, loaded.mtp))
             found.append(plain)
             if kind is None:
                 saved = folder / f"saved_{number}"
@@ -159,6 +167,12 @@ def _assert_same_heads(one: Any, other: Any) -> None:
         assert not isinstance(found, Tensor) or torch.equal(found, others[name]), name
 
 
+def _assert_tied_embeddings_are_shared(loaded: LoadedModel) -> None:
+    if isinstance(loaded.mtp, MTPHead) and loaded.mtp.embedding is not None:
+        weights = loaded.mtp.embedding.word_embeddings.weight, loaded.model.output_layer.weight
+        assert (weights[0] is weights[1]) == loaded.architecture.tie_embeddings
+
+
 def assert_known_before(loaded: LoadedModel) -> None:
     """Assert that the shape of this rank's shard follows from the architecture."""
     built = model_shape_of(loaded.model, ranks_of_process())
@@ -179,7 +193,10 @@ def _tokens(case: TinyCheckpoint, loaded: LoadedModel, drafter: Any = None) -> d
         run.add(request_id, prompt, 8)
     run.finish()
     run.assert_nothing_held()
-    assert drafter is None or (run.counters.draft_tokens and not run.counters.drafting_failures)
+    if drafter is not None:
+        assert run.counters.draft_tokens and not run.counters.drafting_failures
+        (num_unlisted,) = set(ranks_of_process().gather(run.counters.unlisted_tokens))  # each rank has its metrics
+        assert num_unlisted
     return {request_id: run.tokens(request_id) for request_id in run.finished}
 
 

@@ -31,7 +31,7 @@ def best_of(model: Any, tokens: list[int], hidden_states: torch.Tensor) -> list[
 @torch.inference_mode()
 def check(found: ShortList, model: Any, tokens: list[int]) -> None:
     """Assert that these are the tokens of the list, and that drafts are chosen from them."""
-    assert [token for token in range(VOCAB) if token in found] == tokens and len(found) == len(tokens)
+    assert [token for token in range(VOCAB) if token in found.tokens] == tokens and len(found) == len(tokens)
     hidden_states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
     assert found.most_likely(hidden_states).tolist() == best_of(model, tokens, hidden_states)
 
@@ -56,7 +56,7 @@ def test_list_follows_the_tokens_of_requests_that_began_before(texts: list[list[
                 expected = sorted(sorted(range(VOCAB), key=lambda token: (-counts[token], token))[:SIZE])
                 counts, due, num_counted = counts // 2, 2 * due, 0
         if request_id % 2:
-            found.forget(request_id)
+            found.tokens.forget(request_id)
     check(found, model, expected)
 
 

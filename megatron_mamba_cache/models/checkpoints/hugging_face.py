@@ -14,7 +14,7 @@ from ...mcore.mtp_head import MTPHead, RemoteHead
 from ..allocation import ReplaceWeights
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model, check_buildable
-from ..mtp_head import build_mtp_head, has_own_embeddings, head_parameters, head_shard
+from ..mtp_head import build_mtp_head, has_own_embeddings, head_parameters, head_shard, share_tied_embeddings
 from ..parameter_shapes import Parameters, filled_of
 from ..placement import Placements, stored_shape
 from ..rank_shard import EMBEDDINGS, RankShard
@@ -123,6 +123,7 @@ def load_hugging_face(
     elif contents.head is not None:
         filled = loading.filled(contents.head, build_mtp_head)
         num_kept, head = num_kept + filled.num_kept, filled.model
+        share_tied_embeddings(head, model.model, architecture)
     names = [name for part in contents.parts for name in part.placements]
     return LoadedModel(model.model, architecture, directory, files.quantized_summary(names), num_kept, head)
 

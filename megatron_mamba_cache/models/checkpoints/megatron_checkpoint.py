@@ -22,7 +22,7 @@ from ...mcore.mtp_head import MTPHead, RemoteHead
 from ..allocation import without_memory
 from ..architecture import HybridArchitecture
 from ..hybrid_model import build_hybrid_model
-from ..mtp_head import build_mtp_head
+from ..mtp_head import build_mtp_head, share_tied_embeddings
 from ..rank_shard import EMBEDDINGS, OUTPUT, RankShard
 from .architecture_file import write_architecture
 from .checkpoint_architecture import DescribedModel, trained_architecture, weights_directory, written_architecture
@@ -134,6 +134,8 @@ def load_megatron_checkpoint(
         stacked = stacked_parts(built, wanted)
         state = _read(path, wanted, stored)
     fill_shard(built, state, stacked)
+    if built.head is not None:
+        share_tied_embeddings(built.head, built.model, described.architecture)
     found = RemoteHead(head.pattern) if head is not None and built.head is None else built.head
     return LoadedModel(built.model, described.architecture, Path(directory), mtp=found)
 

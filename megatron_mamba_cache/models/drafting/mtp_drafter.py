@@ -14,7 +14,7 @@ from ...mcore.mtp_head import MTPHead, RemoteHead
 from ...mcore.step_reads import head_time_of
 from ...policy.requests import RunningRequest
 from ...speculation.drafter import Draft, DraftRequest
-from ...speculation.short_list import ShortList
+from ...speculation.short_list import ListedTokens, ShortList
 from ...speculation.step_time import StepTime
 from ...step.buffers import HostCopy
 from ...step.captured_shapes import batch_sizes
@@ -42,6 +42,7 @@ class DraftReceiver:
 
     def __init__(self, model: Any) -> None:
         self.vocab_size = int(model.vocab_size)
+        self._listed = ListedTokens.of(self.vocab_size)
         self._ranks = ranks_of_process()
         self._time: StepTime = self._ranks.gather(None)[-1]
 
@@ -49,6 +50,8 @@ class DraftReceiver:
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return the drafts of the last stage; see `MTPDrafter.propose`."""
         lengths = [request.num_tokens for request in requests]
+        if self._listed is not None:
+            self._listed.count([request.running for request in requests])
         size = len(lengths), max(lengths)
         empty = torch.zeros(size, dtype=torch.int64, device=torch.cuda.current_device())
         return drafts_of(self._ranks.from_source(empty), lengths)
@@ -57,8 +60,14 @@ class DraftReceiver:
         """Return the last stage's estimate; see `MTPDrafter.draft_seconds`."""
         return num_drafts * self._time.seconds(num_requests, 0)
 
+    def is_listed(self, token: int) -> bool:
+        """Return True if the last stage may draft this token."""
+        return self._listed is None or token in self._listed
+
     def forget(self, request_id: int) -> None:
-        """Do nothing."""
+        """Stop counting a request's tokens."""
+        if self._listed is not None:
+            self._listed.forget(request_id)
 
 
 def drafts_of(tokens: Tensor, lengths: Sequence[int]) -> list[Draft]:
@@ -124,12 +133,12 @@ class MTPDrafter:
 
     def is_listed(self, token: int) -> bool:
         """Return True if the drafter may draft this token."""
-        return self._short_list is None or token in self._short_list
+        return self._short_list is None or token in self._short_list.tokens
 
     def forget(self, request_id: int) -> None:
         """Stop counting a request's tokens; all other data of a request is in the engine's memory."""
         if self._short_list is not None:
-            self._short_list.forget(request_id)
+            self._short_list.tokens.forget(request_id)
 
     @torch.inference_mode()
     def warmup(self) -> None:
