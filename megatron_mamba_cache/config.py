@@ -6,11 +6,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple
 
-_MOST_GB = 2**20
-_MOST_TABLE_ENTRIES = 2**28
+_MOST_GB, _MOST_TABLE_ENTRIES = 2**20, 2**28
 _SHORTEST_FOLD, _LONGEST_FOLD = 4, 16
-_USUAL_GRAPH_TOKENS = 4096
-_MOST_USUAL_GRAPH_TOKENS = 8192
+_USUAL_GRAPH_TOKENS, _MOST_USUAL_GRAPH_TOKENS = 4096, 8192
 
 SUMMANDS: Mapping[str, float] = MappingProxyType({"buffer_size_gb": 4.0, "prefix_caching_mamba_gb": 1.0})
 """Defaults in GiB of Megatron's two memory settings, which add up to the budget if `cache_gb` is None."""
@@ -95,6 +93,7 @@ class CacheConfig:
             SSM states also "fp16", with stochastic rounding.
         cached_state_dtype: Format of cached states: same as live states ("live"), or quantized to 8 bits ("int8").
         kv_cache_dtype: Format of cached keys and values: the dtype of the parameters ("auto"), or FP8 e4m3 ("fp8").
+        record_routes: True to return the routed experts of each token of a request; see docs/routed-experts.md.
         attention_backend: Library that computes attention; "auto" selects the first one that supports the model.
         num_cuda_graphs: Number of decode batch sizes, up to max_requests, that are captured as CUDA graphs.
         cuda_graph_prefill_tokens: Maximum number of prompt tokens in a captured step; None: 4096, or more for a small
@@ -133,6 +132,7 @@ class CacheConfig:
     conv_state_dtype: str = "model"
     cached_state_dtype: Literal["live", "int8"] = "live"
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    record_routes: bool = False
     attention_backend: str = "auto"
     num_cuda_graphs: int = 0
     cuda_graph_prefill_tokens: int | None = None
@@ -164,7 +164,7 @@ class CacheConfig:
         "kv_cache_dtype": ("auto", "fp8"),
         "attention_backend": ("auto", "flash-attn", "flashinfer", "torch-varlen", "triton", "reference"),
         **dict.fromkeys(("prefix_caching", "adaptive_drafts", "align_prefill_chunks"), bool),
-        **dict.fromkeys(("run_ahead", "resident_pools"), bool),
+        **dict.fromkeys(("run_ahead", "resident_pools", "record_routes"), bool),
     }
     """Allowed values of each setting: a range, a tuple of values, `bool`, or a `_Rule`."""
 

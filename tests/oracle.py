@@ -98,9 +98,25 @@ class HybridOracle:
         gaps = torch.full((len(tokens),), float("inf"), dtype=hidden.dtype, device=hidden.device)
         for layer in self.layers:
             if isinstance(layer, ExpertLayer):
-                gaps = gaps.minimum(layer.routing_gaps(hidden))
+                gaps = gaps.minimum(layer.routing_of(hidden)[1])
             hidden = hidden + layer(hidden)
         return rms_norm(hidden, self.final_norm, self.epsilon) @ self.output.T, gaps
+
+    @torch.no_grad()
+    def experts(self, tokens: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the experts that each MoE layer chooses, ascending, [tokens, layers, experts per token], and `gaps`.
+
+        gaps: [tokens], smallest of any layer and of the tokens up to there, since a choice depends on those before it.
+        """
+        hidden = self.embedding[torch.tensor(tokens, dtype=torch.long, device=self.embedding.device)]
+        found, gaps = [], []
+        for layer in self.layers:
+            if isinstance(layer, ExpertLayer):
+                shares, of_layer = layer.routing_of(hidden)
+                found.append(shares.topk(layer.routing.top_k).indices.sort(-1).values)
+                gaps.append(of_layer)
+            hidden = hidden + layer(hidden)
+        return torch.stack(found, 1), torch.stack(gaps).amin(0).cummin(0).values
 
     def check_greedy(
         self, prompt: Sequence[int], generated: Sequence[int], margin: float = 1e-5, allowed: Tensor | None = None

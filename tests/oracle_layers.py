@@ -269,9 +269,9 @@ class ExpertLayer:
             shared = shared * (normed @ self.shared_gate.T).sigmoid()
         return (mixed if self.latent is None else mixed @ self.latent[1].T) + shared
 
-    def routing_gaps(self, hidden: Tensor) -> Tensor:
-        """Return each token's gap between the last chosen expert or group and the next, [tokens]."""
-        return self.routing.shares(rms_norm(hidden, self.input_norm, self.epsilon) @ self.router.T)[1]
+    def routing_of(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the [tokens, experts] weights, and the gaps as `Routing.shares` does."""
+        return self.routing.shares(rms_norm(hidden, self.input_norm, self.epsilon) @ self.router.T)
 
 
 def convolve(x: Tensor, weight: Tensor) -> Tensor:

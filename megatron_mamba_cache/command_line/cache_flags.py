@@ -37,6 +37,7 @@ FLAGS: Mapping[str, tuple[str, ...]] = MappingProxyType(
 _SWITCHES = {
     "adaptive_drafts": "draft only while that raises throughput; the negative form drafts in every step (default: on)",
     "prefix_caching": "reuse cached prefixes; the negative form computes every prompt from its start (default: on)",
+    "record_routes": "record the routed experts of each token, for routing replay in a trainer (default: off)",
 }
 
 

@@ -126,6 +126,8 @@ def _add_plan_arguments(parser: ArgumentParser) -> None:
     add("--cached-state-dtype", choices=CacheConfig.RULES["cached_state_dtype"], default="live", help=stored)
     keys = "format of cached keys and values, with --model: the dtype of the weights, or FP8 (default: auto)"
     add("--kv-cache-dtype", choices=CacheConfig.RULES["kv_cache_dtype"], default="auto", help=keys)
+    routes = "count the memory for the routed experts of each token, with --model"
+    add("--record-routes", action="store_true", help=routes)
     sizes = ", ".join(f"{size:g}" for size in DEFAULT_GB)
     add("--cache-gb", type=float, nargs="+", metavar="G", help=f"cache sizes in GiB (default: {sizes})")
     host = "sizes of the host tier in GiB, each combined with each --cache-gb; 0 is no host tier (default: 0)"

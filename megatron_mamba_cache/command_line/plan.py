@@ -82,6 +82,7 @@ def _sizes(arguments: Namespace) -> CacheSizes:
             cached_state_dtype=arguments.cached_state_dtype,
             kv_cache_dtype=arguments.kv_cache_dtype,
             ssm_state_dtype=arguments.ssm_state_dtype,
+            record_routes=arguments.record_routes,
         ).resolved()
         return _sizes_of(Path(arguments.model), arguments.block_size, formats, arguments.log_level)
     if arguments.cached_state_dtype != "live":
@@ -92,6 +93,8 @@ def _sizes(arguments: Namespace) -> CacheSizes:
         raise UsageError("--ssm-state-dtype needs --model; without it, give the bytes of a state as --state-bytes")
     if arguments.kv_cache_dtype != "auto":
         raise UsageError("--kv-cache-dtype needs --model; without it, give the bytes as --kv-bytes-per-token")
+    if arguments.record_routes:
+        raise UsageError("--record-routes needs --model; without it, count the experts in --kv-bytes-per-token")
     if missing:
         raise UsageError(f"{missing[0]} is missing; give --model DIR, or both {' and '.join(given)}")
     for flag, value in given.items():
@@ -107,5 +110,5 @@ def _sizes_of(directory: Path, block_size: int, formats: CacheConfig, log_level:
             _, shape = described_shape(directory)
     except (OSError, ValueError) as error:
         raise UsageError(f"--model {directory}: {error}") from error
-    kv_bytes = shape.block_bytes(1, formats.kv_cache_dtype)
+    kv_bytes = shape.block_bytes(1, formats.kv_cache_dtype) + shape.route_bytes(formats)
     return CacheSizes(kv_bytes, shape.cached_layout(formats).slot_bytes, block_size)

@@ -31,7 +31,7 @@ NUM_CUDA_GRAPHS = 9  # without graphs, the host takes several times as long to l
 _TOKENS_A_REQUEST = 2048
 _SIZES_OF_STATES = (
     *("num_speculative_tokens", "draft_states", "cached_state_dtype", "ssm_state_dtype"),
-    *("conv_state_dtype", "prefix_caching", "kv_cache_dtype"),
+    *("conv_state_dtype", "prefix_caching", "kv_cache_dtype", "record_routes"),
 )
 _MOST_LIVE = 0.8  # maximum fraction of the budget for live states, replay rings and draft logits
 _LEAST_GB = 1e-6  # minimum budget, because a budget must not be 0
@@ -127,7 +127,7 @@ def card_settings(
     max_requests = asked or max(1, min(_CARD_MAX_REQUESTS, max_tokens, fitting))
     budget = _budget(card, shape, step_bytes, max(max_requests * (1 + drafts), _CARD_MAX_REQUESTS), given_gb)
     rest = budget - max_requests * live_bytes
-    least = 2 * shape.block_bytes(block, sizes.kv_cache_dtype) + _least_states(shape, sizes, max_requests)
+    least = 2 * shape.unit_bytes(sizes).block + _least_states(shape, sizes, max_requests)
     if given_gb is None and rest < least:
         raise UsageError(_no_room(card, budget, max_requests, live_bytes))
     form = {} if "draft_states" in given else {"draft_states": sizes.draft_states}  # the value that these sizes assume
@@ -172,7 +172,7 @@ def _num_fitting(shape: "HybridModelShape", sizes: CacheConfig, budget: float, d
     """
     most = budget / max(_live_bytes(shape, sizes) + drafts_bytes, 1)
     num_blocks = math.ceil(_TOKENS_A_REQUEST / sizes.block_size_tokens)
-    request_bytes = num_blocks * shape.block_bytes(sizes.block_size_tokens, sizes.kv_cache_dtype)
+    request_bytes = num_blocks * shape.unit_bytes(sizes).block
     request_bytes += _live_bytes(shape, replace(sizes, num_speculative_tokens=0) if sizes.replays else sizes)
     request_bytes += sizes.num_draft_slots * shape.state_layout(sizes).slot_bytes
     return int(min(_MOST_LIVE * most, budget / 2 / max(request_bytes, 1)))

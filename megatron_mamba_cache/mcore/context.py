@@ -22,6 +22,7 @@ from ..errors import CacheIntegrityError
 from ..grammars.compiler import Grammars
 from ..kernels.attention.kv_append import append_kv
 from ..kernels.attention.kv_values import UNSCALED, KVScales
+from ..kernels.experts.routing_rule import RouteRecord
 from ..metrics import CacheCounters, CacheSnapshot
 from ..policy.admission import Refusal
 from ..policy.kept_tokens import KeptTokens, StepTokens
@@ -42,7 +43,7 @@ from ..step.overlapped_step import GraphsByShape, OverlappedStep
 from ..step.padding_steps import end_shared_steps
 from ..step.runner import StepRunner
 from ..step.step import Step
-from ..step.step_outcome import RunnerCount, StepCounts
+from ..step.step_outcome import RunnerCount, StepCounts, ids_of
 from .kv_block_allocator import KVBlockAllocator
 from .megatron_settings import megatron_settings
 from .request_spec import checked_spec_of, spec_of
@@ -171,8 +172,7 @@ class MambaCacheContext(DynamicInferenceContext):
         """Drop all running requests but keep the cache: Megatron also resets on idle and dummy steps."""
         if self._runner is not None:
             self._runner.reset()
-        self.chunked_prefill_request_id = -1
-        self.has_explicit_chunked_prefill_req = False
+        self.chunked_prefill_request_id, self.has_explicit_chunked_prefill_req = -1, False
 
     def flush(self, weights_version: str | None = None) -> None:
         """Invalidate all cached prefixes, for instance because the weights changed; all ranks call it.
@@ -405,6 +405,10 @@ class MambaCacheContext(DynamicInferenceContext):
         targets = key_cache, value_cache, batch.token_blocks, batch.token_offsets
         append_kv(keys, values, *targets, scales=self.kv_scales(layer_number))
 
+    def route_record(self, layer_number: int) -> RouteRecord | None:
+        """Return the memory for the experts of an MoE layer, numbered from 1; None if they are not recorded."""
+        return self.memory.routes.record(self.step.batch, layer_number)
+
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, scales: KVScales = UNSCALED) -> Tensor:
         """Compute attention between the step's query tokens and a layer's KV blocks; see `paged_attention_ref`."""
         return self.step.attend(q, k_cache, v_cache, scales)
@@ -488,11 +492,6 @@ class MambaCacheContext(DynamicInferenceContext):
 
 def _no_memory() -> TensorStateDeallocatedError:
     return TensorStateDeallocatedError(None, "the engine is suspended or closed; resume it, or build another")
-
-
-def ids_of(requests: Sequence[RunningRequest]) -> Tensor | None:
-    """Return the request ids, [requests] int64; None if `requests` is empty."""
-    return torch.tensor([request.request_id for request in requests], dtype=torch.int64) if requests else None
 
 
 def _ints(values: Tensor | Sequence[int]) -> list[int]:

@@ -8,8 +8,8 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..step.padding_steps import take_part
-from ..step.step_outcome import StepOutcome
-from .context import MambaCacheContext, ids_of
+from ..step.step_outcome import StepOutcome, ids_of
+from .context import MambaCacheContext
 from .request_states import NO_DRAFTS, DraftCounts
 
 

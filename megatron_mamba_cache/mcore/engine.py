@@ -28,7 +28,15 @@ from .cpu import WallClockEvent
 from .engine_loop import EngineLoop
 from .generated_tokens import append_tokens, is_reported, join_texts
 from .request_spec import SpecParams, check_identity, ended_by, error_of_end, prompt_ids, spec_of
-from .request_states import DraftCounts, RequestCounts, RequestState, RequestStates, TierTokens, complete_parts
+from .request_states import (
+    DraftCounts,
+    RequestCounts,
+    RequestRecord,
+    RequestState,
+    RequestStates,
+    TierTokens,
+    complete_parts,
+)
 from .step_report import StepReport
 from .suspendable_engine import SuspendableEngine
 
@@ -132,13 +140,13 @@ class MambaCacheEngine(SuspendableEngine):
         params.num_tokens_to_generate, params.num_tokens_total = spec.max_tokens, None
         params.termination_id = spec.sampling.termination_id
         request.status = Status.ACTIVE_AND_GENERATING_TOKENS
-        self.requests[spec.request_id] = self._entry_of(request)
-        self._states[spec.request_id] = RequestState(Candidate(spec))
+        self._states[spec.request_id] = state = RequestState(Candidate(spec))
+        self.requests[spec.request_id] = self._entry_of(request, state)
         self._hint.note_prompt(spec.prompt_len)
         return self._add_request(request)
 
-    def _entry_of(self, request: DynamicInferenceRequest) -> RequestEntry:
-        record = DynamicInferenceRequestRecord.from_request(request)
+    def _entry_of(self, request: DynamicInferenceRequest, state: RequestState | None = None) -> RequestEntry:
+        record = RequestRecord(requests=[request], state=state)
         return RequestEntry(record=record, future=self._loop.create_future())
 
     @override

@@ -19,7 +19,7 @@ from ..kernels.experts.quantized_experts import QuantizedSharedExpert
 from ..kernels.experts.routed_experts import SharedExpert
 from ..kernels.experts.router_logits import router_logits
 from ..kernels.experts.routing import route
-from ..kernels.experts.routing_rule import RoutingRule, SharedGate
+from ..kernels.experts.routing_rule import RouteRecord, RoutingRule, SharedGate
 from ..step.batch import StepBatch
 from ..step.expert_exchange import ExpertExchange, exchange_among
 from .expert_settings import check_megatrons_experts, checked_routing
@@ -41,7 +41,8 @@ class ExpertLayer(TransformerLayer):
         """Run the layer on a dynamic batch [tokens, 1, hidden], or on tokens of any other shape without padding."""
         is_dynamic = inference_context is not None and not inference_context.is_static_batching()
         batch = inference_context.step.batch if is_dynamic else None
-        output = self.mlp(self.pre_mlp_layernorm(hidden_states), batch)
+        record = inference_context.route_record(self.layer_number) if is_dynamic else None
+        output = self.mlp(self.pre_mlp_layernorm(hidden_states), batch, record)
         add = self.mlp_bda(self.training, self.config.bias_dropout_fusion)
         return add((output, None), hidden_states, self.hidden_dropout), None
 
@@ -66,16 +67,23 @@ class Router(MegatronModule):
         self.register_buffer("expert_bias", torch.zeros(num_experts, device=device) if has_bias else None)
         self._rule = rule
 
-    def forward(self, x: Tensor, is_real: Tensor | None, gate_weight: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self,
+        x: Tensor,
+        is_real: Tensor | None,
+        gate_weight: Tensor | None = None,
+        record: RouteRecord | None = None,
+    ) -> tuple[Tensor, Tensor]:
         """Return the chosen experts of tokens x [tokens, hidden], and their weights; see `route`.
 
         Args:
             is_real: [tokens] int32, 0 for padding tokens; None if there are none.
             gate_weight: Weight of the shared expert's gate, whose value is added as the last column of the weights;
                 None: no such column.
+            record: Memory to which the experts are also written; None: they are not recorded.
         """
         shared = None if gate_weight is None else SharedGate(x, gate_weight)
-        return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real, shared)
+        return route(router_logits(x, self.weight), self.expert_bias, self._rule, is_real, shared, record)
 
 
 class Projection(MegatronModule):
@@ -131,19 +139,22 @@ class MixtureOfExperts(MegatronModule):
             self.fc1_latent_proj = Projection(config, config.hidden_size, config.moe_latent_size)
             self.fc2_latent_proj = Projection(config, config.moe_latent_size, config.hidden_size)
 
-    def forward(self, hidden_states: Tensor, batch: StepBatch | None = None) -> Tensor:
+    def forward(
+        self, hidden_states: Tensor, batch: StepBatch | None = None, record: RouteRecord | None = None
+    ) -> Tensor:
         """Return the layer's output for hidden_states [..., hidden], without the residual.
 
         Args:
             batch: Step that contains the tokens; experts skip its padding tokens. With None, no token is padding, and
                 all expert-parallel ranks must have the same number of tokens.
+            record: Memory to which this layer's experts of the step's tokens are written; None: they are not recorded.
         """
         x = hidden_states.flatten(0, -2)
         taken_along = self._taken_along(x)
         if taken_along is None:
-            out = self._routed_and_shared(x, hidden_states, batch)
+            out = self._routed_and_shared(x, hidden_states, batch, record)
         else:
-            ids, weights = self.router(x, None if batch is None else batch.real_tokens, self._summed_gate)
+            ids, weights = self.router(x, None if batch is None else batch.real_tokens, self._summed_gate, record)
             out = self.experts(x, ids, weights, shared=taken_along)
         if self._tensor_ranks.size() > 1:
             out = reduce_from_tensor_model_parallel_region(out, group=self._tensor_ranks)
@@ -164,13 +175,15 @@ class MixtureOfExperts(MegatronModule):
         weight: Tensor | None = self.shared_experts.gate_weight
         return weight
 
-    def _routed_and_shared(self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None) -> Tensor:
+    def _routed_and_shared(
+        self, x: Tensor, hidden_states: Tensor, batch: StepBatch | None, record: RouteRecord | None
+    ) -> Tensor:
         shared, experts = None, self.shared_experts
         if experts is not None:
             shared = OverlappedExpert(lambda: self._begin_shared(experts, x, hidden_states), x.device)
         if self.fc2_latent_proj is None:
-            return self._routed(x, batch, shared, None if shared is None else shared.output)
-        routed = self.fc2_latent_proj(self._routed(x, batch, shared, None))
+            return self._routed(x, batch, record, shared, None if shared is None else shared.output)
+        routed = self.fc2_latent_proj(self._routed(x, batch, record, shared, None))
         return routed if shared is None else routed + shared.output()
 
     def _begin_shared(self, experts: Any, x: Tensor, hidden_states: Tensor) -> Callable[[], Tensor]:
@@ -185,7 +198,12 @@ class MixtureOfExperts(MegatronModule):
         return lambda: F.linear(inner, second)
 
     def _routed(
-        self, x: Tensor, batch: StepBatch | None, shared: OverlappedExpert | None, addend: Callable[[], Tensor] | None
+        self,
+        x: Tensor,
+        batch: StepBatch | None,
+        record: RouteRecord | None,
+        shared: OverlappedExpert | None,
+        addend: Callable[[], Tensor] | None,
     ) -> Tensor:
         """Return the weighted sum of expert outputs for each token, plus the addend, [tokens, latent size or hidden].
 
@@ -198,17 +216,25 @@ class MixtureOfExperts(MegatronModule):
         """
         is_real = None if batch is None else batch.real_tokens
         if self.exchange is None:
-            return self._of_experts_here(x, is_real, shared, addend)
+            return self._of_experts_here(x, is_real, record, shared, addend)
         if shared is not None:
             shared.launch(after_queued=False)
-        everyone = self.exchange.gather(x, len(x) if batch is None else batch.num_exchanged)
-        partial = self._of_experts_here(everyone, self.exchange.real_tokens(batch), None, None)
+        num_exchanged = len(x) if batch is None else batch.num_exchanged
+        everyone = self.exchange.gather(x, num_exchanged)
+        if record is not None:
+            record = record._replace(first=self.exchange.rank * num_exchanged)
+        partial = self._of_experts_here(everyone, self.exchange.real_tokens(batch), record, None, None)
         return self.exchange.combine(partial, len(x), None if addend is None else addend())
 
     def _of_experts_here(
-        self, x: Tensor, is_real: Tensor | None, shared: OverlappedExpert | None, addend: Callable[[], Tensor] | None
+        self,
+        x: Tensor,
+        is_real: Tensor | None,
+        record: RouteRecord | None,
+        shared: OverlappedExpert | None,
+        addend: Callable[[], Tensor] | None,
     ) -> Tensor:
-        ids, weights = self.router(x, is_real, self._summed_gate)
+        ids, weights = self.router(x, is_real, self._summed_gate, record)
         return self.experts(
             x if self.fc1_latent_proj is None else self.fc1_latent_proj(x), ids, weights, addend, overlapped=shared
         )

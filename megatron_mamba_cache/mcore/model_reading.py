@@ -95,6 +95,7 @@ def model_shape_of(
         has_quantized_weights=any(part.has_quantized_weights for part in parts),
         head_types=() if head is None else tuple(head.pattern),
         hidden_size=0 if head is None else config.hidden_size,
+        experts_per_token=config.moe_router_topk if config.num_moe_experts else 0,
     )
 
 

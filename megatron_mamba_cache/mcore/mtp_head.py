@@ -187,6 +187,9 @@ class _HeadContext:
     def is_static_batching(self) -> bool:
         return False
 
+    def route_record(self, layer_number: int) -> None:
+        return None  # the experts of drafts are not recorded
+
     def key_value_cache(self, layer_number: int) -> tuple[Tensor, Tensor, Tensor]:
         keys, values = self.given.kv_cache[:, self._index(layer_number)]
         return keys, values, self.given.batch.attention.block_table

@@ -90,6 +90,7 @@ def spec_of(
         ),
         breakpoints=tuple(PromptBreakpoint(*point) for point in asked.get("breakpoints", ())),
         arrived_s=asked.get("arrived_s", 0),
+        returns_routes=asked.get("returns_routes"),
     )
 
 
@@ -245,4 +246,5 @@ _CARRIED: dict[str, _Field] = {
     "prompt_top_n": _COUNT,
     "breakpoints": (_are_breakpoints, f"a list of at most {_MOST_BREAKPOINTS} pairs (position, seconds)"),
     "arrived_s": (lambda found: _are_natural([found]), "a non-negative int, in seconds"),
+    "returns_routes": (lambda found: found in (None, True, False), "a bool or None"),
 }

@@ -1,15 +1,23 @@
 """State that the engine keeps for each request in addition to Megatron's record."""
 
+import io
 import time
+from base64 import b64encode
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
-from megatron.core.inference.inference_request import DynamicInferenceRequestRecord, Status
+import numpy as np
+import numpy.typing as npt
+from megatron.core.inference.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord, Status
+from typing_extensions import override
 
+from ..policy.kept_tokens import TokenRoutes
 from ..policy.requests import Candidate, RunningRequest
 
 _REMEMBERED_REQUESTS = 65_536
+ROUTED_EXPERTS = "routed_experts"
+"""Attribute of a reply's sampling parameters that holds the result of `encoded_routes`."""
 
 
 class DraftCounts(NamedTuple):
@@ -61,9 +69,55 @@ class RequestState:
         return None if self.running is None else self.running.age
 
     @property
+    def routes(self) -> TokenRoutes | None:
+        """Routed experts of the request's tokens; None if they are not recorded, or it has not ended."""
+        return None if self.running is None else self.running.routes
+
+    @property
     def num_written(self) -> int:
         """Number of prompt tokens that the request has newly cached, over all admissions."""
         return self.num_written_before + (0 if self.running is None else self.running.num_written)
+
+
+@dataclass(kw_only=True)
+class EndedRequest(DynamicInferenceRequest):
+    """Megatron's merged request with the routed experts of its tokens."""
+
+    routes: TokenRoutes | None = None
+
+    @property
+    def routed_experts(self) -> npt.NDArray[np.int16] | None:
+        """Experts of each prompt and generated token, [tokens, MoE layers, experts per token] int16.
+
+        They are -1 where unknown, as for the last token, which was never an input. None if routes are not recorded, or
+        the request has failed. The first access may wait for the copy from the device.
+        """
+        return None if self.routes is None else self.routes.array()
+
+
+@dataclass(kw_only=True)
+class RequestRecord(DynamicInferenceRequestRecord):
+    """Megatron's record, which returns a request's routed experts when it is merged."""
+
+    state: RequestState | None = None  # not serialized
+
+    @override
+    def merge(self, tokenizer: Any = None) -> EndedRequest:
+        """Merge the parts of the record into one request."""
+        merged = super().merge(tokenizer)
+        return EndedRequest(**{field.name: getattr(merged, field.name) for field in fields(merged)}, routes=self.routes)
+
+    @property
+    def routes(self) -> TokenRoutes | None:
+        """Routed experts of the request, which may still be on their way to the host; None if there are none."""
+        return None if self.state is None else self.state.routes
+
+    @override
+    def serialize(self) -> dict[str, Any]:
+        """Return a dict that msgpack can serialize."""
+        found: dict[str, Any] = super().serialize()
+        del found["state"]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +172,15 @@ class RequestStates(dict[int, RequestState]):
         return RequestCounts(
             state.cached_tokens or 0, state.tiers, state.num_written, state.draft_counts, state.admitted_at
         )
+
+
+def encoded_routes(routes: TokenRoutes | str | None) -> str | None:
+    """Return routed experts as an .npy file in base64; text that is encoded already and None are returned unchanged."""
+    if routes is None or isinstance(routes, str):
+        return routes
+    file = io.BytesIO()
+    np.save(file, routes.array())
+    return b64encode(file.getvalue()).decode()
 
 
 def begin_next_part(record: DynamicInferenceRequestRecord) -> None:

@@ -55,6 +55,7 @@ def shard_shape(
         layer_weights=_layer_weights(architecture, num_tensor_ranks),
         head_types=tuple(head_pattern),
         hidden_size=architecture.hidden_size if head_pattern else 0,
+        experts_per_token=0 if architecture.experts is None else architecture.experts.top_k,
     )
 
 

@@ -1,8 +1,11 @@
-"""Tokens that a step appends to its requests."""
+"""Tokens that a step appends to its requests, and the routed experts of all tokens of a request that ends."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 
 class KeptTokens(NamedTuple):
@@ -28,3 +31,10 @@ class StepTokens:
     def of(kept: Sequence[KeptTokens]) -> "StepTokens":
         """Convert the kept tokens of each request, listed in the order of the requests."""
         return StepTokens([new.tokens for new in kept], [index for index, new in enumerate(kept) if new.ends])
+
+
+class TokenRoutes(Protocol):
+    """Routed experts of a request that ended; they may still be on their way to the host."""
+
+    def array(self) -> npt.NDArray[np.int16]:
+        """Wait for the copy; return the experts, [tokens, MoE layers, experts per token], -1 where unknown."""

@@ -40,6 +40,8 @@ class RequestRules:
         if problem is None and sampling.grammar and sampling.logits.min_tokens:
             least = sampling.logits.min_tokens
             problem = f"min_tokens is {least}, but a grammar determines where its reply ends; leave min_tokens out"
+        if problem is None and spec.returns_routes and not self.config.record_routes:
+            problem = "return_routed_experts requires an engine with record_routes=True (--record-routes)"
         return problem or sampling.logits.problem(self.vocab_size)
 
     def _problem_of_prompt(self, prompt: npt.NDArray[np.int64]) -> str | None:

@@ -124,6 +124,7 @@ class RequestSpec:
         num_replayed: Number of tokens at the end of the prompt that the request generated before an interruption.
         breakpoints: A state is cached at the last block boundary at or before each breakpoint.
         arrived_s: Arrival time in seconds, on the clock used for all requests; 0 if unknown.
+        returns_routes: True to return the routed experts of its tokens, False not to; None if the engine records them.
     """
 
     request_id: int
@@ -135,6 +136,7 @@ class RequestSpec:
     num_replayed: int = 0
     breakpoints: tuple[PromptBreakpoint, ...] = ()
     arrived_s: int = 0
+    returns_routes: bool | None = None
     prompt_len: int = field(init=False)  # cached, because it is read many times per step
 
     def __post_init__(self) -> None:
@@ -176,6 +178,7 @@ class RequestSpec:
             "prompt_top_n": log_probs.prompt_top_n,
             "breakpoints": self.breakpoints,
             "arrived_s": self.arrived_s,
+            "returns_routes": self.returns_routes,
         }
 
 

@@ -9,7 +9,7 @@ import numpy.typing as npt
 
 from .block_hashing import BlockKeyChain, KeyChain
 from .identifiers import BlockId, DraftBufferId, SlotId
-from .kept_tokens import KeptTokens
+from .kept_tokens import KeptTokens, TokenRoutes
 from .request_settings import RequestSpec, ScoredToken
 
 
@@ -133,6 +133,7 @@ class RunningRequest:
     from_disk: int = 0  # number of prompt tokens skipped because they were restored from disk
     num_written: int = 0  # number of prompt tokens newly cached by this request
     scored: list[ScoredToken] = field(default_factory=list)  # prompt scores from the second token on, if requested
+    routes: TokenRoutes | None = None  # set when the request ends, if its routed experts are recorded
 
     @property
     def request_id(self) -> int:
@@ -269,6 +270,10 @@ class RunningRequest:
     def score(self, tokens: Iterable[ScoredToken]) -> None:
         """Append the log-probabilities and ranks of the next prompt tokens."""
         self.scored.extend(tokens)
+
+    def keep_routes(self, routes: TokenRoutes) -> None:
+        """Set the request's routed experts."""
+        self.routes = routes
 
     def _ends_with(self, new: Sequence[int]) -> bool:
         """Return whether the last token of `new` ends the request: an end token, a stop string or the length limit."""

@@ -81,9 +81,15 @@ def resolved_settings(config: CacheConfig, shape: HybridModelShape, ranks: Ranks
     """Return the settings with model-dependent defaults filled in; all ranks must call this function.
 
     Raises:
-        ValueError: Like `agreed_settings`.
+        ValueError: Like `agreed_settings`, or if routes are recorded with several pipeline stages.
     """
-    return agreed_settings(shape.resolved(config, ranks.gather), ranks)
+    agreed = agreed_settings(shape.resolved(config, ranks.gather), ranks)
+    if agreed.record_routes and ranks.num_stages > 1:
+        raise ValueError(
+            f"record_routes is not supported with {ranks.num_stages} pipeline stages, which have different MoE layers; "
+            "use 1 stage, or leave --record-routes out"
+        )
+    return agreed
 
 
 def agreed_settings(config: CacheConfig, ranks: Ranks) -> CacheConfig:

@@ -2,7 +2,7 @@
 
 The KV buffer has the shape [2, layers, blocks, block size, kv heads, head dim]: keys, then values. Each state tensor is
 [layers, slots, ...]. All are views of one allocation, which is split into slabs. Within a slab, the layers of a block
-are contiguous, and so are the layers of a slot.
+are contiguous, and so are the layers of a slot. The routed experts of a block's tokens, if recorded, follow its values.
 """
 
 import math
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from .interface import StateGroup, StateTensor
 from .slab_shape import SlabShape, UnitBytes, aligned
+
+ROUTE_DTYPE = torch.int16
+"""Dtype of recorded expert indices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +136,20 @@ def slab_tensors(
     num_blocks = num_slabs * slab.blocks_per_slab + 1
     shape = (2, blocks.num_layers, num_blocks, *blocks.block_shape)
     return tuple(views), _view(memory, blocks.dtype, shape, (half, 2 * half, block_bytes), 0)
+
+
+def route_table(kv_buffer: Tensor, num_layers: int, top_k: int) -> Tensor:
+    """Return the routed experts that follow the keys and values of each block, as a view.
+
+    Args:
+        kv_buffer: KV buffer from `slab_tensors`, with this space in each block.
+
+    Returns:
+        [blocks, block size, layers, top_k] int16.
+    """
+    num_blocks, block_size = kv_buffer.shape[2:4]
+    stride, first_byte = (n * kv_buffer.itemsize for n in (kv_buffer.stride(2), kv_buffer[:, :, 0].numel()))
+    return _view(bytes_of(kv_buffer), ROUTE_DTYPE, (num_blocks, block_size, num_layers, top_k), (stride,), first_byte)
 
 
 def bytes_of(*views: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from ..kernels.attention.kv_values import FP8, UNSCALED, KVScales
 from .cached_form import CACHED_FORMS
 from .hidden_states import hidden_state_group
 from .interface import BufferLayout, Recurrence, ReplayedRecurrence, StateDtypes, StateGroup
-from .layout import SlotLayout
+from .layout import ROUTE_DTYPE, SlotLayout
 from .slab_shape import SlabShape, UnitBytes
 
 RECURRENT, ATTENTION, EXPERTS = "M", "*", "E"
@@ -43,6 +43,7 @@ class HybridModelShape:
         head_types: One symbol per layer of the multi-token prediction head; empty without one. The keys and values of
             its attention layers follow those of the model in each KV block.
         hidden_size: Size of the hidden states that the head reads; 0 without a head.
+        experts_per_token: Number of experts that a layer routes each token to; 0 without MoE layers.
         recurrent: The recurrences of the whole model, including those without a layer on this rank.
         num_heads, num_kv_heads: Number of query heads and of KV heads.
         softmax_scale: Factor for attention scores.
@@ -69,11 +70,17 @@ class HybridModelShape:
     has_quantized_weights: bool = False
     head_types: tuple[str, ...] = ()
     hidden_size: int = 0
+    experts_per_token: int = 0
 
     @property
     def has_experts(self) -> bool:
         """True if this rank has MoE layers."""
         return EXPERTS in self.layer_types
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of MoE layers on this rank, without those of the head."""
+        return self.layer_types.count(EXPERTS)
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -99,13 +106,18 @@ class HybridModelShape:
         return self.kv_scales[layer] if self.kv_scales else UNSCALED
 
     def cache_fingerprint(self, config: CacheConfig) -> str:
-        """Return the part of every cache key that identifies the model and the format of its keys and values."""
-        return self.fingerprint if config.kv_cache_dtype == "auto" else f"{self.fingerprint} {config.kv_cache_dtype}"
+        """Return the part of every cache key that identifies the model and the contents of its KV blocks."""
+        kv = () if config.kv_cache_dtype == "auto" else (config.kv_cache_dtype,)
+        return " ".join((self.fingerprint, *kv, *(("routes",) if config.record_routes else ())))
 
     def block_bytes(self, block_size: int, kv_cache_dtype: str = "auto") -> int:
-        """Return the size in bytes of one KV block over all attention layers on this rank."""
+        """Return the size in bytes of one block's keys and values over all attention layers on this rank."""
         per_token = 2 * self.num_attention_layers * self.num_kv_heads * self.kv_channels
         return block_size * per_token * self.kv_dtype(kv_cache_dtype).itemsize
+
+    def route_bytes(self, config: CacheConfig) -> int:
+        """Return the size in bytes of a token's recorded experts over all MoE layers on this rank."""
+        return self.num_expert_layers * self.experts_per_token * ROUTE_DTYPE.itemsize if config.record_routes else 0
 
     def scan_bytes(self, num_tokens: int, num_requests: int) -> int:
         """Return the maximum scratch memory in bytes for one layer's prefill scan; excludes memory needed per token.
@@ -194,6 +206,7 @@ class HybridModelShape:
         state_row = 1 if config.quantizes_states else _row_bytes(self.state_groups(config))
         cached_bytes = self.cached_layout(config).aligned_bytes
         block_bytes = self.block_bytes(config.block_size_tokens, config.kv_cache_dtype)
+        block_bytes += config.block_size_tokens * self.route_bytes(config)
         return UnitBytes(cached_bytes, block_bytes, token_row, state_row)
 
     def resolved(
@@ -250,7 +263,13 @@ class HybridModelShape:
         return slab.slabs_of_request(num_blocks, config.num_request_slots) * slab.slab_bytes(unit) + unit.block
 
     def check(self, config: CacheConfig) -> None:
-        """Raise a `ValueError` if the block size is not a multiple of the model's chunk size."""
+        """Raise a `ValueError` if the block size does not fit the model's chunk size, or routes cannot be recorded."""
+        if config.record_routes and (not self.has_experts or self.waits_for_experts):
+            found = "layers of Megatron's own MoELayer" if self.waits_for_experts else "no MoE layers"
+            raise ValueError(
+                f"record_routes is True, but the model has {found}; leave --record-routes out, or use a model with MoE "
+                "layers of local_hybrid_spec"
+            )
         if config.prefix_caching and config.block_size_tokens % self.grain:
             raise ValueError(
                 f"block_size_tokens must be a multiple of the recurrence's chunk size {self.grain}, found "

@@ -17,6 +17,7 @@ from ..installation import require_extra
 from ..mcore.context import MambaCacheContext
 from ..mcore.controller import MambaCacheController
 from ..mcore.engine import MambaCacheEngine
+from ..mcore.request_states import ROUTED_EXPERTS, encoded_routes
 from .cache_reports import CacheReports, NoReports
 from .expert_peers import Standing, all_step
 from .identity import ReplicaIdentity, address_on_this_host, agree_on_identity, check_ranks, starts_coordinator
@@ -38,7 +39,7 @@ class ReplicaEngine(MambaCacheEngine):
     Without a coordinator, it works like `MambaCacheEngine`. Values for which Megatron's protocol has no field are sent
     as additional sampling parameters. A client may add fields of `RequestSpec`, as in
     `sampling.add_attributes({"spec": {"tenant": "red"}})`. The sampling parameters of a reply contain `cached_tokens`,
-    `cached_tokens_from_host`, `cached_tokens_from_disk` and `replica`.
+    `cached_tokens_from_host`, `cached_tokens_from_disk`, `replica` and, if recorded, `routed_experts`.
     """
 
     socket_for_receiving_requests: Any
@@ -318,5 +319,6 @@ class ReplicaEngine(MambaCacheEngine):
 
     def _annotate(self, record: Any, request_id: int) -> None:
         counts = self.counts_of(request_id).as_mapping()
-        for name, value in {**counts, "replica": self._replica_name}.items():
+        routes = {} if record.routes is None else {ROUTED_EXPERTS: encoded_routes(record.routes)}
+        for name, value in {**counts, **routes, "replica": self._replica_name}.items():
             setattr(record[0].sampling_params, name, value)

@@ -7,6 +7,7 @@ from typing import Any, Literal, NewType, Protocol
 from ..grammars.compiler import Grammars
 from ..mcore.step_report import failure_reason
 from ..metrics import CacheSnapshot
+from ..policy.kept_tokens import TokenRoutes
 from ..policy.request_settings import RequestSpec, ScoredToken
 
 Ticket = NewType("Ticket", int)
@@ -30,6 +31,7 @@ class Progress:
     written_tokens: int = 0  # number of prompt tokens that the request added to the cache
     draft_tokens: int = 0  # number of draft tokens verified so far
     accepted_tokens: int = 0  # number of draft tokens accepted so far
+    routes: TokenRoutes | str | None = None  # routed experts, in a request's last progress; may be encoded already
     running_s: float = 0.0  # seconds since the start of the request's first step
     end: EndReason | None = None  # why the reply has ended; None while it continues
     error: str | None = None  # error message; set only if `end` is "error"

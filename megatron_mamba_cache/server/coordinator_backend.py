@@ -21,6 +21,7 @@ from megatron.core.inference.inference_request import DynamicInferenceRequestRec
 
 from ..grammars.compiler import Grammars
 from ..mcore.request_spec import SpecParams
+from ..mcore.request_states import ROUTED_EXPERTS
 from ..metrics import CacheSnapshot
 from ..policy.request_rules import RequestRules
 from ..policy.request_settings import RequestSpec, ScoredToken
@@ -176,7 +177,8 @@ class CoordinatorBackend:
         params = record[0].sampling_params
         news = progress_since(0, record.requests, getattr(params, "cached_tokens", 0))
         counts = {name: getattr(params, name, 0) for name in _COUNTS}
-        listener.deliver(ended(self._progress(listener, news | counts), listener.end_ids, record[-1]))
+        progress = replace(self._progress(listener, news | counts), routes=getattr(params, ROUTED_EXPERTS, None))
+        listener.deliver(ended(progress, listener.end_ids, record[-1]))
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
         """Return the part of `news` that the listener has not received; a restarted request sends its tokens again."""

@@ -167,6 +167,7 @@ class EngineThread:
             listener = self._listeners.pop(record.request_id, None)
             if listener is not None:
                 progress = self._progress(record.request_id, listener, record.requests)
+                progress = replace(progress, routes=record.routes)
                 mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
         if self._generated > generated:  # a step without new tokens does not prove that steps work again
             self._failed_in_a_row = 0

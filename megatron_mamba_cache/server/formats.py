@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..mcore.request_states import encoded_routes
 from .errors import ApiError
 from .job import Choice, Job
 from .parsers.parts import CallArguments, CallBegin, Content, ParsedReply, Part, Reasoning
@@ -89,6 +90,9 @@ class _Envelope:
             for described, choice in zip(choices, job.choices, strict=True):
                 described["token_ids"] = choice.reply.token_ids
                 described["prompt_token_ids"] = list(job.prompts[choice.prompt_index].token_ids)
+        if job.returns_routes:
+            for described, choice in zip(choices, job.choices, strict=True):
+                described["routed_experts"] = encoded_routes(choice.reply.latest.routes)
         return {**self._common, "object": self.whole_object, "choices": choices, "usage": job.usage().body()}
 
 

@@ -107,6 +107,7 @@ class Job:
         self._rules = rules
         self._permits = permits
         self._scoring = order.scoring
+        self.returns_routes = order.returns_routes
         self._mail = Mail()
         self.times = JobTimes(arrived, rules.token_times)
 
@@ -186,7 +187,8 @@ class Job:
             if reason is not None:
                 if "max_sequence_length" in reason:
                     raise too_long(reason, self._rules.backend.max_sequence_length)
-                raise bad_request(reason, "logit_bias" if reason.startswith("logit_bias") else "prompt")
+                named = (name for name in ("logit_bias", "return_routed_experts") if reason.startswith(name))
+                raise bad_request(reason, next(named, "prompt"))
 
     def _listener(self, choice: Choice) -> Callable[[Progress], None]:
         def hear(progress: Progress) -> None:

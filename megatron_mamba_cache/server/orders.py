@@ -44,6 +44,7 @@ class Order:
     num_log_probs: int | None = None  # number of alternatives with log-probs; None: no log-probs at all
     scores_prompt: bool = False  # True: also return the prompt's log-probs; the whole prompt is then prefilled
     scoring: PromptScoring | None = None  # settings for `prompt_logprobs`; None: not requested
+    returns_routes: bool = False  # True: also return the routed experts of each reply's tokens
 
     def specs(self, prompt: Prompt, max_sequence_length: int) -> Iterator[RequestSpec]:
         """Yield the engine request for each choice of a prompt; its id is not set yet."""
@@ -60,6 +61,7 @@ class Order:
                 tenant=self.tenant.name,
                 log_probs=self._log_probs(number),
                 breakpoints=prompt.breakpoints,
+                returns_routes=self.returns_routes,
             )
 
     def _log_probs(self, number: int) -> LogProbSettings:
@@ -198,6 +200,7 @@ class OrderMaker:
             is_empty=max_tokens == 0,
             num_log_probs=num_log_probs,
             scoring=scoring,
+            returns_routes=bool(body.return_routed_experts),
         )
 
     def _reading(self, body: ChatRequest, chosen: ChosenTools, *, is_constrained: bool) -> ReplyReading | None:

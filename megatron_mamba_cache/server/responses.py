@@ -65,7 +65,7 @@ class WholeReply(JobResponse):
         pieces: dict[int, list[Piece]] = defaultdict(list)
         async for choice, piece in job.pieces():
             pieces[choice.index].append(piece)
-        if job.scores_prompts:  # build megabytes of JSON outside of the event loop
+        if job.scores_prompts or job.returns_routes:  # build megabytes of JSON outside of the event loop
             response = await self._rules.threads.run(job.tenant.owner, lambda: self._body(job, pieces))
         else:
             response = self._body(job, pieces)

@@ -49,7 +49,7 @@ class GenerationFields(AnswerFields):
     Extensions of OpenAI's API: `top_k` (0 or -1: off, 1: greedy), `min_p`, `repetition_penalty`, `min_tokens`,
     `stop_token_ids`, `ignore_eos`, `add_special_tokens` (add the tokenizer's special tokens to the prompt),
     `skip_special_tokens`, `cache_salt` (only requests with the same salt share prefixes), `return_token_ids`,
-    `prompt_logprobs` (only without streaming) and `request_id` (suffix of the response id).
+    `prompt_logprobs` and `return_routed_experts` (only without streaming) and `request_id` (suffix of the response id).
     """
 
     model_config = ConfigDict(extra="forbid", regex_engine="rust-regex")
@@ -76,6 +76,7 @@ class GenerationFields(AnswerFields):
     skip_special_tokens: Flag | None = None
     add_special_tokens: Flag | None = None
     return_token_ids: Flag | None = None
+    return_routed_experts: Flag | None = None
     prompt_logprobs: Annotated[Int, Field(ge=0, le=20)] | None = None
     cache_salt: Name | None = None
     request_id: Name | None = None
@@ -128,9 +129,9 @@ class GenerationFields(AnswerFields):
     def _options_belong_to_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
             raise schema_error("no_stream", "stream_options requires stream to be true", "stream_options")
-        if self.prompt_logprobs is not None and self.stream:
-            sentence = "prompt_logprobs requires stream to be false or unset"
-            raise schema_error("whole_only", sentence, "prompt_logprobs")
+        for name in ("prompt_logprobs", "return_routed_experts"):
+            if getattr(self, name) not in (None, False) and self.stream:
+                raise schema_error("whole_only", f"{name} requires stream to be false or unset", name)
         return self
 
 

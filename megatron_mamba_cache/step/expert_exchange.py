@@ -19,6 +19,7 @@ class ExpertExchange:
     def __init__(self, ranks: dist.ProcessGroup) -> None:
         self._ranks = ranks
         self._num_ranks = dist.get_world_size(ranks)
+        self.rank = dist.get_rank(ranks)
         self._marked: tuple[StepBatch, Tensor] | None = None
         self._num_made = self._num_to_skip = 0
 

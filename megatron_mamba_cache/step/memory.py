@@ -36,6 +36,7 @@ from .buffers import StepBuffers, StepLimits
 from .captured_shapes import most_padding_requests
 from .memory_below import MemoryBelow
 from .overlapped_step import Capture
+from .routed_experts import NoRoutes, RouteTable
 
 
 class CacheMemory:
@@ -71,6 +72,7 @@ class CacheMemory:
         self.attention = on_all_ranks(ranks, lambda: choose_attention(config.attention_backend, attention_shape))
         # Allocate memory first, so that an impossible budget fails before the bookkeeping is built.
         self.state_pool, self.kv_buffer = on_all_ranks(ranks, lambda: _allocated(shape, config, capacity, device))
+        self.routes = RouteTable(self.kv_buffer, shape) if config.record_routes else NoRoutes()
         running = FixedIndexPool(config.num_running_slots) if config.quantizes_states else None
         self.dummy_block = BlockId(capacity.num_blocks - 1)  # receives writes of padding, never read
         self._space = capacity.space()

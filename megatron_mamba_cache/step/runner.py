@@ -187,6 +187,7 @@ class StepRunner:
                 overlapped_step.check_inputs([new[-1] for new in kept.tokens])
                 advance_one_token_requests(step.requests, kept.tokens, self.cache, self.planner)
             self._step, self._at_work = None, []
+            self.memory.routes.keep(ended)
             self.step_requests.leave(ended)
             held_back = GrowthOutcome()
         else:
@@ -195,6 +196,7 @@ class StepRunner:
                     step.requests, kept.tokens, step.batch.logits.starts, step.wanted_outputs, self.planner
                 )
             advance_requests(step.requests, kept.tokens, self.cache, self.planner)
+            self.memory.routes.keep(ended)
             self.step_requests.leave(ended)
             held_back = self.step_requests.grow()
             self._step, self._at_work = None, []

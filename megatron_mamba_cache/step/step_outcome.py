@@ -4,8 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from ..policy.block_growth import GrowthOutcome
 from ..policy.kept_tokens import StepTokens
+from ..policy.requests import RunningRequest
 from .log_probs import StepLogProbs
 from .step import Step
 
@@ -58,3 +62,8 @@ class RunnerCount:
 
     def __set__(self, context: Any, value: int) -> None:
         """Ignore an assignment by Megatron's classes."""
+
+
+def ids_of(requests: Sequence[RunningRequest]) -> Tensor | None:
+    """Return the request ids, [requests] int64; None if `requests` is empty."""
+    return torch.tensor([request.request_id for request in requests], dtype=torch.int64) if requests else None

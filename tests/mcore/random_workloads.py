@@ -416,6 +416,7 @@ def make_workload(
     cached_form: str = "live",
     kv_cache_dtype: str = "auto",
     has_head: bool = False,
+    record_routes: bool = False,
 ) -> Workload:
     """Return the workload of a flavour and a seed; with drafts, and sometimes without, requests have stop words.
 
@@ -429,6 +430,7 @@ def make_workload(
         cached_form: How cached states are stored.
         kv_cache_dtype: How keys and values are stored.
         has_head: True if a multi-token prediction head drafts.
+        record_routes: True if routed experts are recorded.
     """
     rng = random.Random(f"{flavour.name} {seed}")
     sizes = rng.choice(MODELS if models is None else models)
@@ -474,6 +476,8 @@ def make_workload(
         settings |= {"draft_states": "replay", "fold_every": random.Random(seed).choice(lengths)}
     if cached_form != "live":
         settings["cached_state_dtype"] = cached_form
+    if record_routes:
+        settings["record_routes"] = True
     if kv_cache_dtype != "auto":
         settings["kv_cache_dtype"] = kv_cache_dtype
     spare_slabs, host_slabs = settings.pop("spare_slabs", None), settings.pop("host_slabs", None)

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..activations import Activation, activated_ref
 from ..reference import compute_dtype
 from .gemm_tiles import SHORT_STEP, rows_of_short_tile, tile_rows
-from .routing_rule import RoutingRule, SharedGate
+from .routing_rule import RouteRecord, RoutingRule, SharedGate
 
 
 def router_logits_ref(x: Tensor, gate: Tensor) -> Tensor:
@@ -29,6 +29,7 @@ def route_ref(
     rule: RoutingRule,
     is_real: Tensor | None = None,
     shared: SharedGate | None = None,
+    record: RouteRecord | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Torch reference for `route`."""
     logits = (logits if logits.dtype == torch.float64 else logits.float()).sum(0)
@@ -47,6 +48,10 @@ def route_ref(
     if is_real is not None:
         is_own = is_real.bool().unsqueeze(-1)
         ids, weights = ids.where(is_own, -1), weights.where(is_own, 0)
+    if record is not None:
+        kept = torch.nonzero(record.blocks[: len(ids) - record.first] >= 0)[:, 0]
+        targets = record.blocks[kept].long(), record.offsets[kept].long()
+        record.table[targets] = ids[record.first + kept].to(record.table.dtype)
     if shared is None:
         return ids, weights
     dtype = compute_dtype(shared.x)

@@ -2,8 +2,8 @@
 
 Grid: one program per token, which holds the scores in registers as [groups, group size], both padded to powers of 2. It
 maps scores to integer keys of the same order, and selects the largest key `top_k` times; among equal keys, the lowest
-index wins. If the shared expert has a gate, the program also computes its weight. Arithmetic is in fp32. Safe in CUDA
-graphs.
+index wins. If the shared expert has a gate, the program also computes its weight. If routes are recorded, it also
+writes the experts to the token's KV block. Arithmetic is in fp32. Safe in CUDA graphs.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..kernel_launches import launches_kernel
 from ..overlap import await_inputs, overlapping
 from .reference_experts import route_ref
-from .routing_rule import RoutingRule, SharedGate
+from .routing_rule import RouteRecord, RoutingRule, SharedGate
 
 _LOWEST = tl.constexpr(-(2**31))
 _GATE_WIDTH = 1024
@@ -76,13 +76,14 @@ def _shared_weight(x, gate, INPUTS: tl.constexpr, WIDTH: tl.constexpr):
     return (1 / (1 + tl.exp(-logit))).to(x.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["part_stride"])
+@triton.jit(do_not_specialize=["part_stride", "first_recorded", "num_recorded"])
 def _route_kernel(
     logits, bias, is_real, x, gate, ids, weights, stride, part_stride, x_stride, scale,
+    table, token_blocks, token_offsets, block_stride, offset_stride, first_recorded, num_recorded,
     PARTS: tl.constexpr, NUM_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr,
     TOP_GROUPS: tl.constexpr, NUM_SCORING: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
     IS_SIGMOID: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_PADDING: tl.constexpr, NORMALIZES: tl.constexpr,
-    GATE_INPUTS: tl.constexpr, GATE_WIDTH: tl.constexpr, OVERLAPS: tl.constexpr,
+    GATE_INPUTS: tl.constexpr, GATE_WIDTH: tl.constexpr, RECORDS: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
     """Select the experts for one token and compute their weights. The kernel is long because it has many arguments."""
     await_inputs(OVERLAPS)
@@ -90,6 +91,11 @@ def _route_kernel(
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     expert = group * GROUP_SIZE + member
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
+    if RECORDS:  # loaded first, so that these loads overlap those of the logits
+        recorded = token - first_recorded
+        is_recorded = (recorded >= 0) & (recorded < num_recorded)
+        block = tl.load(token_blocks + recorded, mask=is_recorded, other=-1).to(tl.int64)
+        offset = tl.load(token_offsets + recorded, mask=is_recorded, other=0).to(tl.int64)
     logit = _sum_slices(logits + token * stride + expert, part_stride, exists, PARTS)
     if IS_SIGMOID:
         score = 1 / (1 + tl.exp(-logit))
@@ -123,6 +129,9 @@ def _route_kernel(
         is_own = tl.load(is_real + token) != 0
         picked, weight = tl.where(is_own, picked, -1), tl.where(is_own, weight, 0.0)
     tl.store(ids + token * TOP_K + slot, picked, mask=slot < TOP_K)
+    if RECORDS:
+        found = table + block * block_stride + offset * offset_stride + slot
+        tl.store(found, picked.to(tl.int16), mask=(slot < TOP_K) & (block >= 0))
     NUM_WEIGHTS: tl.constexpr = TOP_K + (1 if GATE_INPUTS > 0 else 0)
     tl.store(weights + token * NUM_WEIGHTS + slot, weight * scale, mask=slot < TOP_K)
     if GATE_INPUTS > 0:
@@ -136,6 +145,7 @@ def route(
     rule: RoutingRule,
     is_real: Tensor | None = None,
     shared: SharedGate | None = None,
+    record: RouteRecord | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Select the experts for each token, highest score first, and compute their weights.
 
@@ -147,6 +157,7 @@ def route(
         bias: [experts], added to the scores for the selection but not for the weights; None: no bias.
         is_real: [tokens] int32, 0 for padding tokens, which get expert -1 and weight 0; None: no padding.
         shared: Gate of the shared expert; None: the shared expert has no gate.
+        record: Memory to which the experts are also written; None: they are not recorded.
 
     Returns:
         Experts [tokens, top_k] int32 and weights [tokens, top_k] float32. With `shared`, weights are
@@ -160,8 +171,10 @@ def route(
     _check(logits, bias, rule)
     if shared is not None:
         _check_gate(shared, logits)
+    if record is not None:
+        _check_record(record, logits, rule)
     if not launches_kernel(logits) or logits.dtype == torch.float64:
-        return route_ref(logits, bias, rule, is_real, shared)
+        return route_ref(logits, bias, rule, is_real, shared, record)
     num_parts, num_tokens, num_experts = logits.shape
     ids = torch.empty(num_tokens, rule.top_k, dtype=torch.int32, device=logits.device)
     num_weights = rule.top_k + (shared is not None)
@@ -181,6 +194,13 @@ def route(
         part_stride=logits.stride(0),
         x_stride=0 if shared is None else shared.x.stride(0),
         scale=rule.scale,
+        table=ids if record is None else record.table,
+        token_blocks=ids if record is None else record.blocks,
+        token_offsets=ids if record is None else record.offsets,
+        block_stride=0 if record is None else record.table.stride(0),
+        offset_stride=0 if record is None else record.table.stride(1),
+        first_recorded=0 if record is None else record.first,
+        num_recorded=0 if record is None else len(record.blocks),
         PARTS=num_parts,
         NUM_GROUPS=rule.num_groups,
         GROUP_SIZE=size,
@@ -196,6 +216,7 @@ def route(
         NORMALIZES=rule.normalizes,
         GATE_INPUTS=0 if shared is None else shared.weight.shape[1],
         GATE_WIDTH=_GATE_WIDTH,
+        RECORDS=record is not None,
         num_warps=1,
         enable_fp_fusion=True,
         **overlapping(logits.device),
@@ -233,3 +254,22 @@ def _check_gate(shared: SharedGate, logits: Tensor) -> None:
     if x.shape[1] > 1 and not x.stride(1) == weight.stride(1) == 1:
         strides = f"x {x.stride()}, weight {weight.stride()}"
         raise ValueError(f"inputs of the shared expert's gate must be contiguous, found strides {strides}")
+
+
+def _check_record(record: RouteRecord, logits: Tensor, rule: RoutingRule) -> None:
+    table, blocks, offsets = record.table, record.blocks, record.offsets
+    if table.dim() != 3 or table.shape[2] != rule.top_k or table.stride(2) != 1 or table.dtype != torch.int16:
+        raise ValueError(
+            f"recorded experts must be contiguous [blocks, block size, {rule.top_k}] int16, found {tuple(table.shape)} "
+            f"{table.dtype} with strides {table.stride()}"
+        )
+    if not blocks.shape == offsets.shape or not blocks.dtype == offsets.dtype == torch.int32:
+        raise ValueError(
+            f"blocks and offsets of recorded tokens must be int32 of one length, found {blocks.dtype} "
+            f"{tuple(blocks.shape)} and {offsets.dtype} {tuple(offsets.shape)}"
+        )
+    if not table.device == blocks.device == offsets.device == logits.device:
+        raise ValueError(
+            f"recorded experts, blocks and offsets must be on {logits.device}, found {table.device}, {blocks.device} "
+            f"and {offsets.device}"
+        )

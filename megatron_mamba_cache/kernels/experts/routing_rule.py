@@ -18,6 +18,22 @@ class SharedGate(NamedTuple):
     weight: Tensor
 
 
+class RouteRecord(NamedTuple):
+    """Memory that receives the experts of the routed tokens, or of a part of them.
+
+    Args:
+        table: [blocks, block size, top_k] int16; the experts of a token are contiguous.
+        blocks: [recorded tokens] int32, the block of each token; a token with a negative block is skipped.
+        offsets: [recorded tokens] int32, the offset of each token in its block.
+        first: Index of the first recorded token among the routed ones; the others follow it.
+    """
+
+    table: Tensor
+    blocks: Tensor
+    offsets: Tensor
+    first: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class RoutingRule:
     """Rule that selects experts from router logits and computes their weights.

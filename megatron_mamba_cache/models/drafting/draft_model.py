@@ -56,7 +56,8 @@ class DraftModelDrafter:
     def __init__(self, model: Any, config: CacheConfig | None = None) -> None:
         self._ranks = ranks = ranks_of_process()
         # One state in addition to the live state: the state after the newest draft token.
-        config = replace(config or CacheConfig(), num_speculative_tokens=1, draft_states="window")
+        states: dict[str, Any] = {"num_speculative_tokens": 1, "draft_states": "window", "record_routes": False}
+        config = replace(config or CacheConfig(), **states)
         shape = check_served(model, ranks, config.max_sequence_length)
         check_draft_experts(shape, ranks)
         self._context = MambaCacheContext(config, shape, ranks=ranks)
