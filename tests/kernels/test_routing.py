@@ -16,7 +16,7 @@ from megatron_mamba_cache.kernels.experts import expert_order, routing
 from megatron_mamba_cache.kernels.experts import router_logits as logits_kernels
 from megatron_mamba_cache.kernels.experts.expert_order import ExpertOrder, order_by_expert, order_by_expert_ref
 from megatron_mamba_cache.kernels.experts.router_logits import router_logits, router_logits_ref
-from megatron_mamba_cache.kernels.experts.routing import RoutingRule, SharedGate, route, route_ref
+from megatron_mamba_cache.kernels.experts.routing import RouteRecord, RoutingRule, SharedGate, route, route_ref
 from tests.kernels.kernel_stand_ins import CompiledInsteadOfLaunched
 from tests.kernels.packed_batches import same_bits
 
@@ -125,6 +125,47 @@ def test_router_assigns_no_expert_to_padding_tokens(op: Route, device: str) -> N
     assert ids[[1, 4]].eq(-1).all() and weights[[1, 4]].eq(0).all()
     assert torch.equal(ids[[0, 2, 3]], expected_ids[[0, 2, 3]])
     assert same_bits(weights[[0, 2, 3]], expected_weights[[0, 2, 3]])
+
+
+@both_routes
+@pytest.mark.parametrize("name", ["nemotron 3 nano", "groups", "one expert"])
+@pytest.mark.parametrize(("first", "num_recorded"), [(0, 7), (3, 4), (2, 3), (0, 0), (6, 5)])
+def test_router_records_experts_at_their_tokens_positions_only(
+    name: str, first: int, num_recorded: int, op: Route, device: str
+) -> None:
+    num_experts, rule = RULES[name]
+    torch.manual_seed(3)
+    logits = torch.randn(1, 7, num_experts, device=device)
+    is_real = torch.tensor([1, 1, 1, 0, 1, 1, 1], dtype=torch.int32).to(device)
+    plain = op(logits, None, rule, is_real)
+    whole = torch.full((5, 4, 3, rule.top_k), -7, dtype=torch.int16, device=device)
+    blocks = torch.tensor([4, 0, -1, 2, 4, 1, 3][:num_recorded], dtype=torch.int32)
+    offsets = torch.tensor([3, 0, 1, 2, 0, 3, 3][:num_recorded], dtype=torch.int32)
+    expected = whole.clone()
+    for index, (block, offset) in enumerate(zip(blocks.tolist(), offsets.tolist(), strict=True)):
+        if block >= 0 and first + index < 7:
+            expected[block, offset, 1] = plain[0][first + index].to(torch.int16)
+    record = RouteRecord(whole[:, :, 1], blocks.to(device), offsets.to(device), first)
+    ids, weights = op(logits, None, rule, is_real, None, record)
+    assert torch.equal(whole, expected)
+    assert torch.equal(ids, plain[0]) and same_bits(weights, plain[1])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"table": torch.zeros(2, 4, 2, dtype=torch.int16)},
+        {"table": torch.zeros(2, 4, 3, dtype=torch.int32)},
+        {"table": torch.zeros(2, 4, 6, dtype=torch.int16)[..., ::2]},
+        {"blocks": torch.zeros(4, dtype=torch.int64)},
+        {"offsets": torch.zeros(3, dtype=torch.int32)},
+    ],
+)
+def test_routing_refuses_records_that_do_not_fit(change: dict[str, Tensor]) -> None:
+    zeros = torch.zeros(4, dtype=torch.int32)
+    record = RouteRecord(torch.zeros(2, 4, 3, dtype=torch.int16), zeros, zeros)._replace(**change)
+    with pytest.raises(ValueError, match="must be"):
+        route(torch.zeros(1, 4, 8), None, RoutingRule(3), record=record)
 
 
 @both_routes
@@ -309,18 +350,22 @@ def test_invalid_routing_rules_are_refused(fields: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "has_shared_gate"),
+    ("name", "has_shared_gate", "is_recorded"),
     [
-        ("nemotron 3 nano", False),
-        ("nemotron 3 super", False),
-        ("granite 4 small", False),
-        ("groups", False),
-        ("qwen3.6 35b", True),
-        ("qwen3 next", True),
+        ("nemotron 3 nano", False, False),
+        ("nemotron 3 nano", False, True),
+        ("nemotron 3 super", False, False),
+        ("granite 4 small", False, False),
+        ("groups", False, False),
+        ("qwen3.6 35b", True, True),
+        ("qwen3 next", True, False),
     ],
 )
 def test_expert_routing_does_not_recompile_for_other_token_counts(
-    name: str, has_shared_gate: bool, compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched]
+    name: str,
+    has_shared_gate: bool,
+    is_recorded: bool,
+    compile_for_hopper: Callable[[ModuleType, str], CompiledInsteadOfLaunched],
 ) -> None:
     routes = compile_for_hopper(routing, "_route_kernel")
     products = compile_for_hopper(logits_kernels, "_logits_kernel")
@@ -334,7 +379,10 @@ def test_expert_routing_does_not_recompile_for_other_token_counts(
     for num_tokens in numbers:
         x = torch.empty(num_tokens, 256).bfloat16()
         shared = SharedGate(x, gate[:1]) if has_shared_gate else None
-        ids, _ = route(router_logits(x, gate), bias, rule, None, shared)
+        blocks = torch.zeros(num_tokens, dtype=torch.int32)
+        layer = num_tokens % 3  # whose address may be a multiple of 2 bytes only
+        record = RouteRecord(torch.empty(2, 16, 3, rule.top_k, dtype=torch.int16)[:, :, layer], blocks, blocks)
+        ids, _ = route(router_logits(x, gate), bias, rule, None, shared, record if is_recorded else None)
         order_by_expert(ids, num_experts)
     assert len(routes.ptx) == len(products.ptx) == len(numbers)
     has_fewer_parts = num_experts <= 128  # for up to 4,096 tokens; with more experts, logits are not split

@@ -76,7 +76,7 @@ def _shared_weight(x, gate, INPUTS: tl.constexpr, WIDTH: tl.constexpr):
     return (1 / (1 + tl.exp(-logit))).to(x.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["part_stride", "first_recorded", "num_recorded"])
+@triton.jit(do_not_specialize=["part_stride", "table", "first_recorded", "num_recorded"])
 def _route_kernel(
     logits, bias, is_real, x, gate, ids, weights, stride, part_stride, x_stride, scale,
     table, token_blocks, token_offsets, block_stride, offset_stride, first_recorded, num_recorded,
@@ -91,9 +91,10 @@ def _route_kernel(
     group, member = tl.arange(0, GROUPS)[:, None], tl.arange(0, WIDTH)[None, :]
     expert = group * GROUP_SIZE + member
     exists = (group < NUM_GROUPS) & (member < GROUP_SIZE)
+    slot = tl.arange(0, SLOTS)
     if RECORDS:  # loaded first, so that these loads overlap those of the logits
-        recorded = token - first_recorded
-        is_recorded = (recorded >= 0) & (recorded < num_recorded)
+        recorded = token - first_recorded + 0 * slot
+        is_recorded = (recorded >= 0) & (recorded < num_recorded) & (slot < TOP_K)
         block = tl.load(token_blocks + recorded, mask=is_recorded, other=-1).to(tl.int64)
         offset = tl.load(token_offsets + recorded, mask=is_recorded, other=0).to(tl.int64)
     logit = _sum_slices(logits + token * stride + expert, part_stride, exists, PARTS)
@@ -113,7 +114,6 @@ def _route_kernel(
         of_experts = tl.where(exists, choice, float("-inf"))
         chosen = _best_groups(of_experts, key, group, NUM_GROUPS, NUM_SCORING, TOP_GROUPS)
         key = tl.where(chosen, key, _LOWEST)
-    slot = tl.arange(0, SLOTS)
     picked = tl.zeros([SLOTS], tl.int32)
     for k in tl.static_range(TOP_K):
         best = tl.max(tl.max(key, axis=1), axis=0)
@@ -131,7 +131,7 @@ def _route_kernel(
     tl.store(ids + token * TOP_K + slot, picked, mask=slot < TOP_K)
     if RECORDS:
         found = table + block * block_stride + offset * offset_stride + slot
-        tl.store(found, picked.to(tl.int16), mask=(slot < TOP_K) & (block >= 0))
+        tl.store(found, picked.to(tl.int16), mask=block >= 0)
     NUM_WEIGHTS: tl.constexpr = TOP_K + (1 if GATE_INPUTS > 0 else 0)
     tl.store(weights + token * NUM_WEIGHTS + slot, weight * scale, mask=slot < TOP_K)
     if GATE_INPUTS > 0:
