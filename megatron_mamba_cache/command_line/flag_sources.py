@@ -28,6 +28,7 @@ VLLM_FLAGS: Mapping[str, str] = MappingProxyType(
         "--pipeline-parallel-size": "use torchrun --nproc-per-node N, and --pipeline-model-parallel-size N",
         "--data-parallel-size": "use torchrun --nproc-per-node N; processes that do not share a model are replicas",
         "--enable-expert-parallel": "use --expert-model-parallel-size N",
+        "--enable-return-routed-experts": "use --record-routes, and send return_routed_experts",
         "--enable-prefix-caching": "prefixes are cached by default; --no-prefix-caching turns it off",
         "--no-enable-prefix-caching": "use --no-prefix-caching",
         "--enable-chunked-prefill": "long prompts are always computed in chunks of --max-tokens-per-step",

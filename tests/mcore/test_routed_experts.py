@@ -15,27 +15,12 @@ from megatron_mamba_cache.step.routed_experts import RoutedExperts, RouteTable
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
 from tests.mcore.random_workloads import EXPERT_MODELS, FLAVOURS, make_workload, run_workload
+from tests.mcore.routes import compare_routes
 from tests.mcore.workload_drafters import make_drafter, make_mtp_drafter
-from tests.oracle import ROUTING_MARGIN
 
 SIZES = EXPERT_MODELS[0]
 MOST_UNSURE = 0.2
 """The largest share of a workload's tokens that follow a choice which rounding may decide."""
-
-
-def compare_routes(run: EngineRun) -> tuple[int, int]:
-    """Assert that the finished requests' routes are the oracle's; return the numbers of compared and all tokens."""
-    num_compared = num_tokens = 0
-    for request_id, request in run.finished.items():
-        text, found = run.prompts[request_id] + run.tokens(request_id), request.routed_experts
-        expected, gaps = run.subject.oracle.experts(text)
-        assert found.dtype == np.int16 and found.shape == expected.shape
-        assert (found[-1] == -1).all() and (found[:-1] >= 0).all()
-        sure = (gaps >= ROUTING_MARGIN).cpu().numpy()[:-1]
-        differs = (np.sort(found[:-1], -1) != expected.cpu().numpy()[:-1]).any((1, 2)) & sure
-        assert not differs.any(), f"request {request_id}: tokens {np.flatnonzero(differs)} of {len(text)} differ"
-        num_compared, num_tokens = num_compared + int(sure.sum()), num_tokens + len(sure)
-    return num_compared, num_tokens
 
 
 @pytest.fixture(autouse=True)

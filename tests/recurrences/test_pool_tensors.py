@@ -1,10 +1,12 @@
 """States and KV blocks are views of one allocation; they do not overlap, and each is contiguous."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_mamba_cache.recurrences.layout import BlockLayout, SlotLayout, slab_tensors
+from megatron_mamba_cache.recurrences.layout import BlockLayout, SlotLayout, route_table, slab_tensors
 from megatron_mamba_cache.recurrences.pool import StatePool
 from megatron_mamba_cache.recurrences.slab_shape import SlabShape, UnitBytes
 from megatron_mamba_cache.recurrences.slot_copies import copy_slots
@@ -42,6 +44,24 @@ def test_kv_blocks_and_states_in_one_allocation_do_not_overlap(slab: SlabShape, 
         assert (pool.tensor("conv")[:, slot] == slot + 1).all() and (pool.tensor("ssm")[:, slot] == -(slot + 1)).all()
     for block in blocks:
         assert (kv[:, :, block] == block + 100).all()
+
+
+@pytest.mark.parametrize("slab", SHAPES, ids=str)
+def test_routed_experts_overlap_neither_keys_and_values_nor_states(slab: SlabShape, device: str) -> None:
+    unit = replace(UNIT, block=UNIT.block + 4 * 3 * 2 * 2)
+    parts, kv = slab_tensors(STATES, BLOCKS, slab, unit, NUM_SLABS, device)
+    pool, table, num_blocks = StatePool([GROUP], parts), route_table(kv, 3, 2), NUM_SLABS * slab.blocks_per_slab + 1
+    assert table.shape == (num_blocks, 4, 3, 2) and table.dtype == torch.int16
+    blocks = [block for block in range(num_blocks) if block // slab.blocks_per_slab != 1]
+    for block in blocks:
+        kv[:, :, block], table[block] = block + 100, block + 1
+    for slot in range(slab.slots_per_slab, 2 * slab.slots_per_slab):
+        pool.tensor("conv")[:, slot], pool.tensor("ssm")[:, slot] = -1, -1
+    for block in blocks:
+        assert (kv[:, :, block] == block + 100).all() and (table[block] == block + 1).all()
+    kv[:, :, blocks] = 0
+    assert all((table[block] == block + 1).all() for block in blocks)
+    assert pool.tensor("conv")[:, slab.slots_per_slab].eq(-1).all()
 
 
 @pytest.mark.parametrize("slab", SHAPES, ids=str)

@@ -96,13 +96,14 @@ def running_server(*flags: str) -> Iterator[RunningServer]:
     assert isinstance(server.backend, EngineThread)
     try:
         with listening(server) as found:
-            _wait_until_ready(found.url)
+            wait_until_ready(found.url)
             yield RunningServer(found, server, server.backend)
     finally:
         server.backend._engine.close()  # caches in the web framework keep the endpoints, and with them the engine
 
 
-def _wait_until_ready(url: str) -> None:
+def wait_until_ready(url: str) -> None:
+    """Wait until a server answers that it is ready."""
     deadline = time.monotonic() + _READY_S
     while time.monotonic() < deadline:
         try:
