@@ -1,7 +1,7 @@
 """Measure decode steps of few and many requests, on the host and the GPU, and the maximum gain of drafts.
 
     PYTHONPATH=. python3 benchmarks/step_cost.py [--shape NAME] [--weights FORMAT ...] [--draft-states FORM ...]
-        [--spread N] [--waiting N] [--no-drafts] [--host-cache-gb G] [--json FILE]
+        [--spread N] [--waiting N] [--no-drafts] [--record-routes] [--host-cache-gb G] [--json FILE]
 
 Steps: requests decode together, without drafts. Their prompt lengths differ by up to 15 tokens, so that requests with
 replayed states fold them in different steps, as under a real load. With `--spread`, lengths differ by up to N tokens,

@@ -32,6 +32,7 @@ class ServedShape:
         adaptive_drafts: If True, a step verifies only drafts that are likely to save time.
         weights: Format of the weights; quantized ones are those of published files (`loads/random_codes.py`).
         activation_dtype: "auto" quantizes the activations of prompt tokens, if the weights are in FP8.
+        record_routes: If True, routed experts are recorded.
     """
 
     fields: dict[str, Any]
@@ -50,6 +51,7 @@ class ServedShape:
     adaptive_drafts: bool = True
     weights: Weights = "bf16"
     activation_dtype: Literal["auto", "bf16"] = "auto"
+    record_routes: bool = False
 
     @property
     def vocab_size(self) -> int:
@@ -98,6 +100,7 @@ def add_shape_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-gb", type=float, metavar="G", help="GiB of KV blocks")
     parser.add_argument("--cache-gb", type=float, metavar="G", help="GiB of one budget for KV blocks and states")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens of a KV block")
+    parser.add_argument("--record-routes", action="store_true", default=None, help="record routed experts")
     parser.add_argument("--num-graphs", type=int, metavar="N", help="number of batch sizes with CUDA graphs; 0: none")
 
 
@@ -131,7 +134,7 @@ def shape_of(
         parser.error(f"--shape {arguments.shape} needs a CUDA device; on a CPU take --shape tiny")
     given = {
         name: value
-        for name in ("state_gb", "kv_gb", "cache_gb", "block_size", "num_graphs", "activation_dtype")
+        for name in ("state_gb", "kv_gb", "cache_gb", "block_size", "num_graphs", "activation_dtype", "record_routes")
         if (value := vars(arguments).get(name)) is not None
     }
     weights = vars(arguments).get("weights", WEIGHTS[0])
@@ -165,6 +168,7 @@ def config_of(shape: ServedShape, mode: Mode, num_drafts: int = 0) -> CacheConfi
         num_speculative_tokens=num_drafts,
         draft_states=shape.draft_states,
         adaptive_drafts=shape.adaptive_drafts,
+        record_routes=shape.record_routes,
         align_prefill_chunks=mode.prefix_caching,
         max_requests=shape.max_requests,
         max_tokens=shape.max_tokens,

@@ -9,7 +9,7 @@ from typing import Any
 from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.engine import MambaCacheEngine
-from ..mcore.request_states import tokens_after
+from ..mcore.request_states import encoded_routes, tokens_after
 from ..mcore.step_report import failure_reason
 from ..models.tokenizers.token_reader import image_error
 from ..policy.request_rules import unfit_token
@@ -154,5 +154,6 @@ class RequestRunner:
         record.cached_tokens_from_host, record.cached_tokens_from_disk = tiers.from_host, tiers.from_disk
         drafts = self._engine.draft_counts(record.request_id)
         record.draft_tokens, record.accepted_tokens = drafts.drafted, drafts.accepted
+        record.routed_experts = encoded_routes(request.routes)
         record.error = failure_reason(request)
         return self._running.pop(record.request_id)

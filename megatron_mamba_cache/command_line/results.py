@@ -32,12 +32,13 @@ class RequestRecord:
     accepted_tokens: int = 0  # number of accepted draft tokens
     time_to_first_token_s: float | None = None  # seconds from adding the request; None without any token
     latency_s: float = 0.0  # seconds from adding the request to its end
+    routed_experts: str | None = None  # .npy file in base64, if routes are recorded
     error: str | None = None
 
     def as_dict(self) -> dict[str, object]:
-        """Return the record as JSON types, without tier counts that are 0 and without an error that is None."""
+        """Return the record as JSON types, without tier counts that are 0, and routes or an error that is None."""
         found = {item.name: getattr(self, item.name) for item in fields(self)}
-        optional = ("cached_tokens_from_host", "cached_tokens_from_disk", "error")
+        optional = ("cached_tokens_from_host", "cached_tokens_from_disk", "routed_experts", "error")
         return {name: value for name, value in found.items() if name not in optional or value}
 
 

@@ -104,7 +104,7 @@ def everything(grammar: str = "") -> SamplingParams:
     )
     logits = LOGITS_ASKED | ({"min_tokens": 0} if grammar else {})
     add_fields(params, logits=logits, grammar=grammar, stop_token_ids=[90, 91], prompt_top_n=1)
-    add_fields(params, top_n_by_id=True)
+    add_fields(params, top_n_by_id=True, returns_routes=False)
     add_fields(params, breakpoints=[[SHARED + 3, 60], [20, 0]], arrived_s=1000)
     return params
 
