@@ -109,7 +109,7 @@ class RequestRecord(DynamicInferenceRequestRecord):
 
     @property
     def routes(self) -> TokenRoutes | None:
-        """Routed experts of the request, which may still be on their way to the host; None if there are none."""
+        """Routed experts of the request, which may still be copied to the host; None if there are none."""
         return None if self.state is None else self.state.routes
 
     @override

@@ -34,7 +34,7 @@ class StepTokens:
 
 
 class TokenRoutes(Protocol):
-    """Routed experts of a request that ended; they may still be on their way to the host."""
+    """Routed experts of a request that ended; the copy to the host may still run."""
 
     def array(self) -> npt.NDArray[np.int16]:
         """Wait for the copy; return the experts, [tokens, MoE layers, experts per token], -1 where unknown."""
