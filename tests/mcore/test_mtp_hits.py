@@ -1,10 +1,13 @@
 """Drafts of a multi-token prediction head cost no cache hit, given the same numbers of KV blocks and state slots."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.mcore.engine_runs import EngineRun, cache_config, some_tokens, tiny_hybrid
 from tests.mcore.mtp_drafters import CheckedMTPDrafter, with_head
 from tests.mcore.noisy_drafter import noisy_texts
+from tests.mcore.random_workloads import FLAVOURS, MODEL_FORMS, Workload, add_due, make_workload
 
 COUNTERS = ("prompt_tokens_skipped", "prompt_tokens_matched", "states_restored", "states_published")
 NUM_TOKENS = 20
@@ -42,3 +45,33 @@ def test_hits_are_those_without_drafts(form: str, accuracy: float) -> None:
     for request_id in plain.prompts:
         assert run.tokens(request_id) == plain.tokens(request_id)
         assert run.engine.cached_tokens(request_id) == plain.engine.cached_tokens(request_id)
+
+
+@pytest.mark.parametrize("form", ["dense", "gated delta", pytest.param("experts", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["strides", "tight_blocks"])
+def test_each_request_in_turn_has_the_hits_without_drafts(name: str, form: str) -> None:
+    """States are replayed, because draft windows take slots, of which there are few."""
+    num_skipped = num_accepted = 0
+    for seed in range(40, 44):
+        work = make_workload(FLAVOURS[name], seed, 1 + seed % 5, models=MODEL_FORMS[form], replays=True, has_head=True)
+        plain = in_turn(replace(work, config=replace(work.config, num_speculative_tokens=0)))
+        texts = {request_id: prompt + plain.tokens(request_id) for request_id, prompt in plain.prompts.items()}
+        known = noisy_texts(texts, accuracy=0.8, vocab_size=work.subject.sizes.vocab_size, seed=seed)
+        drafter = CheckedMTPDrafter(work.subject, known=known)
+        run = in_turn(work, drafter)
+        assert not drafter.failures and run.counters.drafting_failures == 0
+        for request_id in plain.prompts:
+            assert run.tokens(request_id) == plain.tokens(request_id)
+            assert run.engine.cached_tokens(request_id) == plain.engine.cached_tokens(request_id)
+        num_skipped += run.counters.prompt_tokens_skipped
+        num_accepted += run.counters.accepted_tokens
+    assert num_skipped and num_accepted
+
+
+def in_turn(work: Workload, drafter: CheckedMTPDrafter | None = None) -> EngineRun:
+    """Run the requests of a workload one after another."""
+    run = EngineRun.start(work.subject, work.config, drafter=drafter)
+    for request_id, arrival in enumerate(work.arrivals):
+        add_due(work, run, {request_id: replace(arrival, step=0)})
+        run.finish()
+    return run
