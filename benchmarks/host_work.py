@@ -24,6 +24,7 @@ import json
 import pstats
 import random
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -81,9 +82,16 @@ class LeavesReplaysOut:
 class RightPolicy(DraftPolicy):
     """Takes all drafts of the drafter for right."""
 
-    def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
-        """Record the outcome of a draft."""
-        super().note(request_id, num_drafted, num_accepted if by_lookup else num_drafted, by_lookup=by_lookup)
+    def note(
+        self,
+        request_ids: Sequence[int],
+        num_drafted: Sequence[int],
+        num_accepted: Sequence[int],
+        *,
+        by_lookup: bool = False,
+    ) -> None:
+        """Record the outcomes of drafts."""
+        super().note(request_ids, num_drafted, num_accepted if by_lookup else num_drafted, by_lookup=by_lookup)
 
 
 class QuickDrafter(mtp_drafter.MTPDrafter):

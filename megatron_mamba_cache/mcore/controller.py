@@ -10,7 +10,6 @@ from typing_extensions import override
 from ..step.padding_steps import take_part
 from ..step.step_outcome import StepOutcome, ids_of
 from .context import MambaCacheContext
-from .request_states import NO_DRAFTS, DraftCounts
 
 
 class MambaCacheController(TextGenerationController):
@@ -39,8 +38,7 @@ class MambaCacheController(TextGenerationController):
 
         Returns:
             None if there is nothing to compute; otherwise Megatron's dict with two more entries: `kept_tokens`, all new
-            tokens of each request (`sample` has only the last), and `draft_counts`, the numbers of verified and
-            accepted draft tokens of each request.
+            tokens of each request (`sample` has only the last), and `num_drafts`, its number of verified draft tokens.
         """
         context = self.context
         if context.active_token_count == 0:
@@ -65,7 +63,7 @@ def _step_result(outcome: StepOutcome) -> dict[str, Any]:
     return {
         "sample": torch.tensor([new[-1] if new else 0 for new in kept], dtype=torch.int64),
         "kept_tokens": kept,
-        "draft_counts": _draft_counts(outcome),
+        "num_drafts": outcome.num_drafts,
         "cuda_graph_request_count": None if graph is None else graph.shape.num_requests,
         "log_probs": outcome.log_probs.of_tokens,
         "top_n_logprobs": outcome.log_probs.best,
@@ -83,10 +81,3 @@ def _landing_result(outcome: StepOutcome) -> dict[str, Any]:
         "newly_paused_request_ids": ids_of(outcome.held_back.paused),
         "evict_request_ids": ids_of(outcome.held_back.evicted),
     }
-
-
-def _draft_counts(outcome: StepOutcome) -> list[DraftCounts]:
-    if not any(outcome.num_drafts):
-        return [NO_DRAFTS] * len(outcome.kept.tokens)
-    requests = zip(outcome.num_drafts, outcome.kept.tokens, strict=True)
-    return [DraftCounts(drafted, len(new) - 1) if drafted else NO_DRAFTS for drafted, new in requests]

@@ -56,6 +56,7 @@ class MambaCacheEngine(SuspendableEngine):
         self._random_seed = random_seed
         self._failed_steps = FailedSteps()
         self._step_ended = 0.0
+        self._new_tokens: Sequence[Sequence[int]] = ()  # tokens of each request in the step that is being reported
         self._unreported: list[DynamicInferenceRequestRecord] = []  # requests that ended in a step whose report raised
         self._hint = HitRateHint(context.cache_config)
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=True)
@@ -273,9 +274,9 @@ class MambaCacheEngine(SuspendableEngine):
             for entry in step.mark_leaving(self.failed_request_ids):
                 if entry.future.done():
                     entry.future = self._loop.create_future()
-            if step_result is not None and (step_result["log_probs"] or self.context.planner.max_drafts):
-                step.append(self.controller.tokenizer.detokenize)
-                step_result = step.rest()
+            step.append(self.controller.tokenizer.detokenize)
+            step_result = step.rest()
+            self._new_tokens = () if step_result is None else step_result["kept_tokens"]
             self._before_report(step_result)
             report = await super().async_bookkeep(step_result, *args, **settings)
             for record in () if self.use_coordinator else report["finished_request_records"]:
@@ -293,15 +294,18 @@ class MambaCacheEngine(SuspendableEngine):
 
     @override
     def post_process_requests(
-        self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, *args: Any, **settings: Any
+        self, request_ids: Any, finished_request_ids: Any, evict_request_ids: Any, step_time: float, *args: Any
     ) -> Any:
         """Append the step's tokens to the requests; move evicted requests to the head of the queue."""
+        numbers: list[int] = request_ids.tolist()
         in_prefill = self.context.chunked_prefill_request_id != -1  # the request in prefill gets no token
         all_continue = not len(finished_request_ids) and evict_request_ids is None
         if all_continue and not (in_prefill or self._failed_steps):
-            return append_tokens(self.requests, request_ids.tolist(), *args), []
-        outcome = super().post_process_requests(request_ids, finished_request_ids, None, *args, **settings)
-        for request_id in request_ids.tolist() if self._failed_steps else ():
+            append_tokens(self.requests, numbers, self._new_tokens, [step_time])
+            return numbers, []
+        append_tokens(self.requests, numbers, [new[:-1] for new in self._new_tokens], [])
+        outcome = super().post_process_requests(request_ids, finished_request_ids, None, step_time, *args)
+        for request_id in numbers if self._failed_steps else ():
             if request_id not in self.requests or self.get_request(request_id).generated_tokens:
                 self._failed_steps.forget(request_id)
         if evict_request_ids is not None:

@@ -13,7 +13,7 @@ from ..policy.request_settings import ScoredToken
 from ..policy.requests import RunningRequest
 from ..step.prompt_log_probs import alternatives_by_text, named_alternatives
 from .request_spec import PROMPT_SCORES
-from .request_states import DraftCounts, RequestState, tokens_after
+from .request_states import RequestState, tokens_after
 
 _BY_TOKEN = ("generated_tokens", "tpot", "generated_log_probs", "generated_top_n_logprobs")
 _LOG_PROBS = ("prompt_log_probs", "generated_log_probs")
@@ -22,46 +22,37 @@ _TOP_N = ("prompt_top_n_logprobs", "generated_top_n_logprobs")
 
 @dataclass(slots=True)  # frozen objects take three times as long to make
 class Addition:
-    """A step's results for one request, except the last token and its time, which Megatron appends.
+    """Log-probs that a step computed for one request.
 
     Args:
         request: Newest Megatron request in its record.
-        tokens: All tokens that the step generated, including the last; empty while the prefill is unfinished.
-        log_probs: Log-probs of the prompt tokens, if requested, followed by those of `tokens`; None if not requested.
+        num_tokens: Number of tokens that the step generated; 0 while the prefill is unfinished.
+        log_probs: Log-probs of the prompt tokens, if requested, followed by those of the generated tokens.
         top_n: Log-probs of the most probable tokens at the same positions, keyed by the token's text, or by its id if
             `LogProbSettings.names_ids` is set; None if not requested.
-        state: Engine's state for the request, which has its draft counts.
-        drafts_before, drafts_after: Draft counts before and after the step.
+        prompt_top_n: Number of alternatives to each prompt token in a reply; None if prompt scores are not requested.
         scored: Scores of the prompt tokens from the second on, if this step completes them; otherwise empty.
     """
 
     request: Any
-    tokens: Sequence[int]
-    log_probs: Sequence[float] | None
+    num_tokens: int
+    log_probs: Sequence[float]
     top_n: Sequence[dict[str, float]] | None
-    state: RequestState
-    drafts_before: DraftCounts
-    drafts_after: DraftCounts
+    prompt_top_n: int | None
     scored: Sequence[ScoredToken] = ()
 
     def apply(self) -> None:
-        """Append the results; the time of all tokens but the last is 0, because the last token gets the step's time."""
-        self.state.draft_counts = self.drafts_after
-        request, others = self.request, self.tokens[:-1]
-        if others:
-            request.generated_tokens.extend(others)
-            request.tpot = request.tpot or []
-            request.tpot.extend(0.0 for _ in others)
+        """Append the log-probs to the record."""
+        request = self.request
         for names, entries in ((_LOG_PROBS, self.log_probs), (_TOP_N, self.top_n)):
             if entries is not None:
                 of_prompt, generated = (_list_of(request, name) for name in names)
-                num_prompt = len(entries) - len(self.tokens)
+                num_prompt = len(entries) - self.num_tokens
                 generated.extend(entries[num_prompt:])
                 if not request.sampling_params.skip_prompt_log_probs:
                     of_prompt.extend(entries[:num_prompt])
-        prompt_top_n = self.state.candidate.spec.log_probs.prompt_top_n
-        if self.scored and prompt_top_n is not None:
-            setattr(request.sampling_params, PROMPT_SCORES, [score.cut(prompt_top_n) for score in self.scored])
+        if self.scored and self.prompt_top_n is not None:
+            setattr(request.sampling_params, PROMPT_SCORES, [score.cut(self.prompt_top_n) for score in self.scored])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,21 +80,26 @@ class RecordMark:
 
 
 def append_tokens(
-    entries: Mapping[int, Any], request_ids: Sequence[int], seconds: float, sample: Tensor, *_: Any
-) -> list[int]:
-    """Append the step's time and last token to each request of a step in which no request ends; return the ids.
+    entries: Mapping[int, Any], request_ids: Sequence[int], tokens: Sequence[Sequence[int]], seconds: Sequence[float]
+) -> None:
+    """Append new tokens to the requests, with their times: the last token of a step gets the step's time, others 0.
 
     Args:
         entries: Megatron's entries by request id.
-        sample: [requests] last token of each request.
+        tokens: [requests][tokens] new tokens of each request.
+        seconds: Time of the last of these tokens, if they include the step's last token; otherwise empty.
     """
-    for request_id, token in zip(request_ids, sample.tolist(), strict=True):
+    times: dict[int, Sequence[float]] = {}
+    for request_id, new in zip(request_ids, tokens, strict=True):
+        if not (number := len(new)):
+            continue
         request = entries[request_id].record.requests[-1]
-        request.generated_tokens.append(token)
+        if number not in times:
+            times[number] = [*[0.0] * (number - len(seconds)), *seconds]
+        request.generated_tokens.extend(new)
         if request.tpot is None:
             request.tpot = []
-        request.tpot.append(seconds)
-    return list(request_ids)
+        request.tpot.extend(times[number])
 
 
 def additions_of(
@@ -112,36 +108,31 @@ def additions_of(
     states: Mapping[int, RequestState],
     detokenize: Callable[[list[int]], str],
 ) -> list[Addition]:
-    """Return the additions for requests with drafts or log-probs in the step, without applying them.
+    """Return the additions for requests with log-probs in the step, without applying them.
 
     Args:
         entries: Megatron's entries by request id.
         detokenize: Function that converts token ids to text, for top-n tokens; its exceptions propagate.
     """
-    log_probs: Sequence[Sequence[float] | None] = step_result["log_probs"] or ()
+    log_probs: Sequence[Sequence[float] | None] = step_result["log_probs"]
     top_n: Mapping[int, Sequence[tuple[Tensor, Tensor]]] = step_result["top_n_logprobs"] or {}
     prompts = step_result.get("prompt_log_probs") or {}
     found = []
-    steps = zip(
-        step_result["active_request_ids"].tolist(), step_result["kept_tokens"], step_result["draft_counts"], strict=True
-    )
-    for index, (request_id, tokens, drafts) in enumerate(steps):
-        chosen = log_probs[index] if log_probs else None
-        if chosen is None and not drafts.drafted:
+    steps = zip(step_result["active_request_ids"].tolist(), step_result["kept_tokens"], log_probs, strict=True)
+    for index, (request_id, tokens, chosen) in enumerate(steps):
+        if chosen is None:
             continue
-        request, state = entries[request_id].record.requests[-1], states[request_id]
+        request, settings = entries[request_id].record.requests[-1], states[request_id].candidate.spec.log_probs
         best = None
         if index in top_n or index in prompts:
-            text_of = str if state.candidate.spec.log_probs.names_ids else partial(_text_of, detokenize)
+            text_of = str if settings.names_ids else partial(_text_of, detokenize)
         if index in top_n:
             best = [alternatives_by_text(ids.tolist(), values.tolist(), text_of) for values, ids in top_n[index]]
         if scored := prompts.get(index):
-            assert chosen is not None  # prompt scores are only computed for requests with log-probs
             chosen = [*(token.log_prob for token in scored), *chosen]
             if best is not None:
                 best = [*named_alternatives(scored, len(top_n[index][0][1]), text_of), *best]
-        after = state.draft_counts.plus(drafts)
-        found.append(Addition(request, tokens, chosen, best, state, state.draft_counts, after, scored or ()))
+        found.append(Addition(request, len(tokens), chosen, best, settings.prompt_top_n, scored or ()))
     return found
 
 

@@ -26,10 +26,6 @@ class DraftCounts(NamedTuple):
     drafted: int = 0
     accepted: int = 0
 
-    def plus(self, other: "DraftCounts") -> "DraftCounts":
-        """Return the field-wise sum of two counts."""
-        return DraftCounts(self.drafted + other.drafted, self.accepted + other.accepted)
-
 
 NO_DRAFTS = DraftCounts()
 
@@ -49,10 +45,11 @@ class RequestState:
     candidate: Candidate  # queue entry, used again after an interruption
     cached_tokens: int | None = None  # number of prompt tokens that needed no prefill at the first admission
     tiers: TierTokens = TierTokens()  # numbers of these tokens that were restored from lower tiers
-    draft_counts: DraftCounts = NO_DRAFTS  # totals for the request, including those from before evictions
     admitted_at: float | None = None  # monotonic clock in seconds at the first admission; not used for scheduling
     running: RunningRequest | None = None  # newest admission of the request, which may have ended
     num_written_before: int = 0  # number of prompt tokens cached by earlier admissions
+    num_drafted: int = 0  # number of verified draft tokens, over all admissions
+    num_accepted: int = 0  # number of accepted draft tokens
 
     def admit(self, running: RunningRequest) -> None:
         """Record an admission; `cached_tokens` and `tiers` are set only by the first."""
@@ -170,7 +167,11 @@ class RequestStates(dict[int, RequestState]):
         if state is None:
             return self._left.get(request_id, RequestCounts())
         return RequestCounts(
-            state.cached_tokens or 0, state.tiers, state.num_written, state.draft_counts, state.admitted_at
+            state.cached_tokens or 0,
+            state.tiers,
+            state.num_written,
+            DraftCounts(state.num_drafted, state.num_accepted),
+            state.admitted_at,
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from megatron.core.inference.inference_request import Status
 
 from ..policy.requests import RunningRequest
-from .generated_tokens import Addition, RecordMark, additions_of, complete_texts, is_reported, take_back
+from .generated_tokens import RecordMark, additions_of, complete_texts, is_reported, take_back
 from .request_states import RequestState
 
 
@@ -38,7 +38,8 @@ class StepReport:
         self._entries = entries
         self._states = states
         self._leaving: dict[int, RecordMark] = {}
-        self._additions: Sequence[Addition] = ()
+        self._has_drafts = step_result is not None and any(step_result["num_drafts"])
+        self._has_counted = False  # True after the step's drafts are counted
 
     def mark_leaving(self, failed_ids: Iterable[int]) -> list[Any]:
         """Take snapshots of the records of requests that end, fail or are evicted in this step; return their entries.
@@ -55,18 +56,22 @@ class StepReport:
         return [mark.entry for mark in self._leaving.values()]
 
     def append(self, detokenize: Callable[[list[int]], str]) -> None:
-        """Append the results that Megatron does not append: all tokens but the last, and all log-probs.
+        """Count the step's drafts and append its log-probs. If `detokenize` raises, no request gets any of them."""
+        if self._step_result is not None and self._step_result["log_probs"]:
+            for addition in additions_of(self._step_result, self._entries, self._states, detokenize):
+                addition.apply()
+        for request_id, tokens, num_drafts in self._new_tokens() if self._has_drafts else ():
+            if num_drafts:
+                state = self._states[request_id]
+                state.num_drafted += num_drafts
+                state.num_accepted += len(tokens) - 1
+        self._has_counted = True
 
-        If `detokenize` raises, nothing is appended to any request.
-        """
-        if self._step_result is not None:
-            self._additions = additions_of(self._step_result, self._entries, self._states, detokenize)
-        for addition in self._additions:
-            addition.apply()
-
-    def rest(self) -> dict[str, Any] | None:
+    def rest(self) -> Mapping[str, Any] | None:
         """Return the step's result without the log-probs that `append` added; None if the step computed nothing."""
-        return None if self._step_result is None else {**self._step_result, "log_probs": None, "top_n_logprobs": None}
+        if self._step_result is None or not self._step_result["log_probs"]:
+            return self._step_result
+        return {**self._step_result, "log_probs": None, "top_n_logprobs": None}
 
     def ended(self, detokenize: Callable[[list[int]], str] | None) -> list[Any]:
         """Complete the futures and texts of requests that Megatron has already removed; return their records.
@@ -95,17 +100,18 @@ class StepReport:
         whole = {
             request_id for request_id, request in continuing.items() if is_reported(request, self._newest(request_id))
         }
-        for request_id, tokens in self._new_tokens():
+        for request_id, tokens, num_drafts in self._new_tokens():
             if request_id in continuing and request_id not in whole:
                 take_back(self._newest(request_id), len(continuing[request_id].generated) - len(tokens))
-        for addition in self._additions:
-            if addition.request.request_id in self._entries.keys() - whole:
-                addition.state.draft_counts = addition.drafts_before
+            if num_drafts and self._has_counted and request_id in self._entries and request_id not in whole:
+                self._states[request_id].num_drafted -= num_drafts
+                self._states[request_id].num_accepted -= len(tokens) - 1
 
     def _newest(self, request_id: int) -> Any:
         return self._entries[request_id].record.requests[-1]
 
-    def _new_tokens(self) -> Iterable[tuple[int, Sequence[int]]]:
+    def _new_tokens(self) -> Iterable[tuple[int, Sequence[int], int]]:
         if self._step_result is None:
             return ()
-        return zip(self._step_result["active_request_ids"].tolist(), self._step_result["kept_tokens"], strict=True)
+        result = self._step_result
+        return zip(result["active_request_ids"].tolist(), result["kept_tokens"], result["num_drafts"], strict=True)

@@ -37,9 +37,10 @@ class DraftStates(ABC):
         cursor.accept(num_tokens)
         self.trim(cursor)
 
-    def accept_followed(self, cursor: StateCursor, num_tokens: int) -> None:
-        """Like `accept`, but keep all storage, because the next step is running with as many drafts."""
-        cursor.accept(num_tokens)
+    def accept_followed(self, cursors: Sequence[StateCursor], num_tokens: Sequence[int]) -> None:
+        """Like `accept` for each cursor, but keep all storage, because the next step is running with as many drafts."""
+        for cursor, number in zip(cursors, num_tokens, strict=True):
+            cursor.accept(number)
 
     @abstractmethod
     def trim(self, cursor: StateCursor) -> None:

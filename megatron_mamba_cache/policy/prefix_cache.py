@@ -240,11 +240,12 @@ class PrefixCache:
             self._reservations.cancel(request)
         self._unpin_source(request)
 
-    def publish_followed(self, request: RunningRequest, end: int) -> None:
-        """Publish what a decode step has computed up to position `end`, while the next step of the request is running.
+    def publish_followed(self, request: RunningRequest) -> None:
+        """Publish what decode steps have computed, while the next step of the request is running.
 
-        A reservation for a boundary after `end` stays, because the next step may reach it.
+        A reservation for a boundary after the computed tokens stays, because the next step may reach it.
         """
+        end = request.computed
         if end // self.block_size > request.num_published_blocks and self._publishes(request):
             self._publish_blocks(request, end)
         if request.reserved and request.reserved[0].position <= end:
@@ -300,7 +301,7 @@ class PrefixCache:
             for request in requests
         ):
             return False
-        return len(self._short(requests)) <= self.kv.num_available
+        return len(requests) <= (room := self.kv.num_available) or len(self._short(requests)) <= room
 
     def reserve_followed(self, requests: Sequence[RunningRequest]) -> None:
         """Reserve blocks and slots for the next step while one runs; the next step has as many drafts.
@@ -310,10 +311,11 @@ class PrefixCache:
         Raises:
             CacheCapacityError: If too few blocks are available.
         """
-        for request in self._short(requests):
-            self.grow(request)
         size = self.block_size
-        for request in requests if self._keeps_decode_states else ():
+        near = [one for one in requests if (one.computed + one.scheduled - 1) % size + one.scheduled >= size - 1]
+        for request in self._short(near):
+            self.grow(request)
+        for request in near if self._keeps_decode_states else ():
             end, width = request.computed + request.scheduled, request.scheduled
             # A boundary up to `end` belongs to the running step.
             if end % size + width >= size and not request.reserved and self._publishes(request):

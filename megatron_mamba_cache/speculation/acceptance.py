@@ -1,7 +1,7 @@
 """Estimate the acceptance probability of draft tokens, and choose draft lengths from it."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -183,30 +183,30 @@ class ShadowDrafts:
     """Drafts that are compared with the tokens generated later, without being verified; at most one per request."""
 
     def __init__(self) -> None:
-        self._drafts: dict[int, tuple[int, tuple[int, ...]]] = {}  # request id -> (index in its reply, draft tokens)
+        # request id -> (request, index in its reply, draft tokens)
+        self._drafts: dict[int, tuple[RunningRequest, int, tuple[int, ...]]] = {}
 
     def start(self, request: RunningRequest, tokens: tuple[int, ...]) -> None:
         """Store a shadow draft that continues a request's current text; it replaces any earlier shadow draft."""
-        self._drafts[request.request_id] = len(request.generated), tokens
+        self._drafts[request.request_id] = request, len(request.generated), tokens
 
     def num_tokens(self, request: RunningRequest) -> int:
         """Return the length of a request's shadow draft; 0 if it has none."""
-        return len(self._drafts[request.request_id][1]) if request.request_id in self._drafts else 0
+        return len(self._drafts[request.request_id][2]) if request.request_id in self._drafts else 0
 
-    def ended(self, requests: Sequence[RunningRequest]) -> Iterator[tuple[int, int, int]]:
-        """Remove shadow drafts whose outcome is known; yield (request id, draft length, number correct) for each."""
-        if not self._drafts:
-            return
-        for request in requests:
-            if request.request_id not in self._drafts:
-                continue
-            start, tokens = self._drafts[request.request_id]
+    def pop_ended(self) -> list[tuple[int, int, int]]:
+        """Remove shadow drafts whose outcome is known; return (request id, draft length, number correct) for each."""
+        found = []
+        for request_id, (request, start, tokens) in self._drafts.items():
             written = request.generated[start : start + len(tokens)]
-            pairs = enumerate(zip(written, tokens, strict=False))
-            num_correct = next((number for number, (one, other) in pairs if one != other), len(written))
-            if num_correct < len(written) or num_correct == len(tokens):
-                del self._drafts[request.request_id]
-                yield request.request_id, len(tokens), num_correct
+            if (*written,) != tokens[: len(written)]:
+                num_correct = [one == other for one, other in zip(written, tokens, strict=False)].index(False)
+                found.append((request_id, len(tokens), num_correct))
+            elif len(written) == len(tokens):
+                found.append((request_id, len(tokens), len(tokens)))
+        for request_id, *_ in found:
+            del self._drafts[request_id]
+        return found
 
     def forget(self, request_id: int) -> None:
         """Drop the shadow draft of a request."""

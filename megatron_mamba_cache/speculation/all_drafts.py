@@ -4,11 +4,11 @@ from collections.abc import Callable, Sequence
 
 from ..policy.requests import RunningRequest
 
-Offers = Callable[[Sequence[int]], Sequence[int]]
+Offers = Callable[[Sequence[RunningRequest], Sequence[int]], Sequence[int]]
 """Looks up at most so many tokens for each request; returns the number of tokens that prompt lookup proposes for it."""
 
 
-def no_offers(_most: Sequence[int]) -> Sequence[int]:
+def no_offers(_requests: Sequence[RunningRequest], _most: Sequence[int]) -> Sequence[int]:
     """Return nothing, without prompt lookup."""
     return ()
 
@@ -35,10 +35,21 @@ class AllDrafts:
         """Return `proposed` unchanged."""
         return list(proposed)
 
-    def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
+    def repeats(self, requests: Sequence[RunningRequest], most: int, offers: Offers = no_offers) -> bool:
+        """Return True."""
+        return True
+
+    def note(
+        self,
+        request_ids: Sequence[int],
+        num_drafted: Sequence[int],
+        num_accepted: Sequence[int],
+        *,
+        by_lookup: bool = False,
+    ) -> None:
         """Do nothing."""
 
-    def note_shadow(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
+    def note_shadows(self, outcomes: Sequence[tuple[int, int, int]]) -> None:
         """Do nothing."""
 
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
@@ -48,9 +59,9 @@ class AllDrafts:
         """Return True only if there are no requests."""
         return not requests
 
-    def num_lookups_in_turn(self, num_requests: int) -> int:
-        """Return 0."""
-        return 0
+    def in_turn(self, requests: Sequence[RunningRequest]) -> Sequence[RunningRequest]:
+        """Return nothing."""
+        return ()
 
     def note_offer(self, request_id: int, *, is_found: bool) -> None:
         """Do nothing."""

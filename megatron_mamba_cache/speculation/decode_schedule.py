@@ -139,16 +139,15 @@ def advance_requests(
     Args:
         kept: [requests][tokens] new tokens that each request keeps; at least one for a decode request.
     """
-    for request, new in zip(requests, kept, strict=True):
+    num_drafted, num_kept = [len(request.drafts) for request in requests], [*map(len, kept)]
+    for request, new, number in zip(requests, kept, num_kept, strict=True):
         request.append(new)
         if request.is_prefilling:
             cache.advance(request, request.scheduled)
             continue
-        num_kept = len(new)
-        cache.publish(request, num_kept)
-        cache.counters.unlisted_tokens += planner.note(request, len(request.drafts), num_kept - 1)
-        cache.advance(request, num_kept)
-    planner.note_step(requests)
+        cache.publish(request, number)
+        cache.advance(request, number)
+    _note_drafts(requests, num_drafted, num_kept, cache, planner)
 
 
 def advance_followed_requests(
@@ -158,17 +157,27 @@ def advance_followed_requests(
     planner: DraftPlanner | NoDrafts,
 ) -> None:
     """Like `advance_requests`, after a decode step whose next step is running with as many drafts."""
-    accept, counters = cache.draft_states.accept_followed, cache.counters
-    outcomes: Counter[tuple[int, int]] = Counter()
+    counters, block_size = cache.counters, cache.block_size
+    num_drafted, num_kept = [len(request.drafts) for request in requests], [*map(len, kept)]
+    cache.draft_states.accept_followed([request.cursor for request in requests], num_kept)
     for request, new in zip(requests, kept, strict=True):
-        num_kept, num_drafts = len(new), len(request.drafts)
-        request.append(new)
-        cache.publish_followed(request, request.computed + num_kept)
-        counters.unlisted_tokens += planner.note(request, num_drafts, num_kept - 1)
-        accept(request.cursor, num_kept)
-        request.advance(num_kept)
-        outcomes[num_drafts, num_kept - 1] += 1
-    for (num_drafts, num_accepted), num_rows in outcomes.items():
-        counters.count_drafts(num_drafts, num_accepted, num_rows)
-        counters.decode_tokens_computed += (1 + num_drafts) * num_rows
+        request.land(new)
+        if request.reserved or request.computed // block_size > request.num_published_blocks:
+            cache.publish_followed(request)
+    for (drafted, number), num_rows in Counter(zip(num_drafted, num_kept, strict=True)).items():
+        counters.count_drafts(drafted, number - 1, num_rows)
+        counters.decode_tokens_computed += (1 + drafted) * num_rows
+    _note_drafts(requests, num_drafted, num_kept, cache, planner)
+
+
+def _note_drafts(
+    requests: Sequence[RunningRequest],
+    num_drafted: Sequence[int],
+    num_kept: Sequence[int],
+    cache: PrefixCache,
+    planner: DraftPlanner | NoDrafts,
+) -> None:
+    if planner.max_drafts:
+        accepted = [number - 1 for number in num_kept]
+        cache.counters.unlisted_tokens += planner.note(requests, num_drafted, accepted)
     planner.note_step(requests)

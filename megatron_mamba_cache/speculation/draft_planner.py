@@ -28,6 +28,7 @@ from .drafter import (
 from .prompt_lookup import PromptLookupDrafter
 
 _LOG = logging.getLogger(__name__)
+_NO_DRAFT = Draft()
 _MOST_SHADOW_DRAFTS = 4
 """Maximum number of shadow drafts that begin in a step of a pause, because a lookup takes time."""
 
@@ -86,8 +87,10 @@ class DraftPlanner:
         self._follower = drafter if isinstance(drafter, FollowsSteps) else None
         self._policy = policy
         self._lookup = lookup
+        self._has_looked_up = False  # True if `follower` has looked up requests since the last `decide_next`
         self._offers: list[Draft] = []  # of prompt lookup, for the requests of the step
         self._asked: dict[int, bool] = {}  # requests for which drafts were planned, and whether by prompt lookup
+        self._has_followed = False  # True if the drafter drafted for all requests on the device
         self._has_drafts = False  # True if a request in the finished step had drafts of the drafter
         self._shadow_drafts, self._num_failed_shadows, self._turn = ShadowDrafts(), 0, 0
         self._hidden_states: dict[int, Tensor] = {}
@@ -132,7 +135,7 @@ class DraftPlanner:
         if self._lookup is None:
             return self._policy.counts(requests, max_counts, budget)
 
-        def offers(most: Sequence[int]) -> list[int]:
+        def offers(requests: Sequence[RunningRequest], most: Sequence[int]) -> list[int]:
             self._offers = self._looked_up(requests, most)
             return [len(draft.tokens) for draft in self._offers]
 
@@ -144,11 +147,10 @@ class DraftPlanner:
         Meanwhile, a few requests that do not use prompt lookup are looked up, in turn, for shadow drafts.
         """
         self._policy.decide_next(requests, self.max_drafts)
-        if self._lookup is None or self._policy.stays_paused(requests):
+        has_looked_up, self._has_looked_up = self._has_looked_up, False
+        if self._lookup is None or has_looked_up or self._policy.stays_paused(requests):
             return
-        for _ in range(self._policy.num_lookups_in_turn(len(requests))):
-            self._turn = (self._turn + 1) % len(requests)
-            request = requests[self._turn]
+        for request in self._policy.in_turn(requests):
             if not self._asked.get(request.request_id) and not self._shadow_drafts.num_tokens(request):
                 (draft,) = self._lookup.propose([DraftRequest(request, self.max_drafts)])
                 self._policy.note_offer(request.request_id, is_found=bool(draft.tokens))
@@ -165,27 +167,23 @@ class DraftPlanner:
         It then drafts as many tokens for each request as the request has drafts in the running step, so the policy must
         choose the same numbers again, of drafts by the drafter.
         """
-        if self._follower is None or isinstance(self._policy, AllDrafts):
-            return self._follower
+        if self._follower is None or any(self._asked.values()):
+            return None  # also if prompt lookup made any of the drafts
 
-        max_counts = [self.max_drafts] * len(requests)
-
-        def offers(most: Sequence[int] = max_counts) -> list[int]:
-            found = self._looked_up(requests, most)
+        def offers(requests: Sequence[RunningRequest], most: Sequence[int]) -> list[int]:
+            found, self._has_looked_up = self._looked_up(requests, most), True
             for request, offer in zip(requests, found, strict=True):
                 if offer.tokens and not self._shadow_drafts.num_tokens(request):
                     self._shadow_drafts.start(request, offer.tokens)
             return [len(offer.tokens) for offer in found]
 
-        arguments = (offers,) if self._lookup is not None else ()
-        counts = self._policy.counts(requests, max_counts, sum(max_counts), *arguments)
-        repeats = counts == [len(request.drafts) for request in requests] and not any(self._policy.by_lookup)
+        repeats = self._policy.repeats(requests, self.max_drafts, offers)
         return self._follower if repeats else None
 
     def note_followed(self, requests: Sequence[RunningRequest]) -> None:
         """Record that the drafter has drafted for these requests on the device; called before their step lands."""
         self._begin()
-        self._asked = {request.request_id: False for request in requests}
+        self._has_followed = True
 
     def plan(self, limits: Sequence[DraftLimit]) -> list[Draft]:
         """Return one draft for each request, in order, not longer than its limit.
@@ -217,34 +215,46 @@ class DraftPlanner:
         counts = self._policy.of_proposed([entry.request for entry in limits], lengths)
         return [draft.first(count) for draft, count in zip(drafts, counts, strict=True)]
 
-    def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> bool:
-        """Record how many draft tokens of a request were accepted; do nothing if none were planned for the request.
+    def note(self, requests: Sequence[RunningRequest], num_drafted: Sequence[int], num_accepted: Sequence[int]) -> int:
+        """Record how many draft tokens of requests were accepted; ignore requests for which none were planned.
 
         Returns:
-            True if a draft was rejected for a token that the drafter's short list lacks; the request ends with it.
+            Number of drafts rejected for a token that the drafter's short list lacks; their requests end with it.
 
         Args:
-            num_drafted: Number of verified draft tokens, after any truncation by the caller.
-            num_accepted: Number of accepted draft tokens, excluding the base token.
+            num_drafted: [requests] number of verified draft tokens, after any truncation by the caller.
+            num_accepted: [requests] number of accepted draft tokens, excluding the base token.
         """
-        by_lookup = self._asked.get(request.request_id)
-        if num_drafted and by_lookup is not None:
-            self._has_drafts |= not by_lookup
-            self._policy.note(request.request_id, num_drafted, num_accepted, by_lookup=by_lookup)
-            if num_accepted < num_drafted and self._listing is not None and not by_lookup:
-                return not self._listing.is_listed(request.generated[-1])
-        return False
+        request_ids = [request.request_id for request in requests]
+        kinds = [False] * len(request_ids) if self._has_followed else [*map(self._asked.get, request_ids)]
+        if True in kinds or None in kinds or 0 in num_drafted:
+            outcomes = [*zip(request_ids, num_drafted, num_accepted, strict=True)]
+            for by_lookup in (False, True):
+                found = [one for one, kind in zip(outcomes, kinds, strict=True) if kind is by_lookup and one[1]]
+                if found:
+                    self._policy.note(*zip(*found, strict=True), by_lookup=by_lookup)
+                    self._has_drafts |= not by_lookup
+        elif kinds:
+            self._policy.note(request_ids, num_drafted, num_accepted)
+            self._has_drafts = True
+        if self._listing is None:
+            return 0
+        rows = zip(requests, kinds, num_drafted, num_accepted, strict=True)
+        ends = [one.generated[-1] for one, kind, drafted, kept in rows if kind is False and kept < drafted]
+        return self._listing.num_unlisted(ends) if ends else 0
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
         """Record the end of a step; call it after `note` and after the new tokens are appended to the requests."""
-        self._policy.note_step(requests, asked=not all(self._asked.values()), drafted=self._has_drafts)
+        self._policy.note_step(
+            requests, asked=self._has_followed or not all(self._asked.values()), drafted=self._has_drafts
+        )
         self._begin()
         if shadowed := self._policy.shadowed(requests):
             self._shadow(shadowed)
         elif self._lookup is None:
             self._shadow_drafts.clear()
         else:
-            self._note_shadows(requests)
+            self._policy.note_shadows(self._shadow_drafts.pop_ended())
 
     def note_hidden_state(self, request: RunningRequest, state: Tensor) -> None:
         """Store the hidden state [hidden] from which a request's newest token was sampled, for the next draft."""
@@ -264,7 +274,7 @@ class DraftPlanner:
         """Start planning the next step, discarding the plan of a failed step."""
         self._asked.clear()
         self._offers = []
-        self._has_drafts = False
+        self._has_followed = self._has_drafts = False
 
     def _tell_to_forget(self, request_id: int) -> None:
         try:
@@ -277,7 +287,7 @@ class DraftPlanner:
 
         The next step may run meanwhile.
         """
-        self._note_shadows(requests)
+        self._policy.note_shadows(self._shadow_drafts.pop_ended())
         asked = [request for request in requests if self._shadow_drafts.num_tokens(request) == 0]
         if len(asked) > _MOST_SHADOW_DRAFTS:  # the others have their turn after later steps
             self._turn = (self._turn + _MOST_SHADOW_DRAFTS) % len(asked)
@@ -294,19 +304,15 @@ class DraftPlanner:
         if started:
             self._policy.resume_if_faster(requests, [self._shadow_drafts.num_tokens(request) for request in requests])
 
-    def _note_shadows(self, requests: Sequence[RunningRequest]) -> None:
-        for outcome in self._shadow_drafts.ended(requests):
-            self._policy.note_shadow(*outcome)
-
     def _looked_up(self, requests: Sequence[RunningRequest], max_counts: Sequence[int]) -> list[Draft]:
         """Return a draft of prompt lookup for each request, no longer than its maximum."""
         assert self._lookup is not None
-        found = iter(
-            self._lookup.propose(
-                [DraftRequest(*pair) for pair in zip(requests, max_counts, strict=True) if pair[1] > 0]
-            )
-        )
-        return [next(found) if max_count > 0 else Draft() for max_count in max_counts]
+        wanted = [DraftRequest(*pair) for pair in zip(requests, max_counts, strict=True) if pair[1] > 0]
+        found = self._lookup.propose(wanted)
+        if len(found) == len(max_counts):
+            return found
+        drafts = iter(found)
+        return [next(drafts) if max_count > 0 else _NO_DRAFT for max_count in max_counts]
 
     def _note_failed_shadow(self, asked: Sequence[RunningRequest], error: Exception) -> None:
         self._num_failed_shadows += 1
@@ -412,9 +418,9 @@ class NoDrafts:
         """Return an empty draft for each request."""
         return [Draft()] * len(limits)
 
-    def note(self, request: RunningRequest, num_drafted: int, num_accepted: int) -> bool:
-        """Return False."""
-        return False
+    def note(self, requests: Sequence[RunningRequest], num_drafted: Sequence[int], num_accepted: Sequence[int]) -> int:
+        """Return 0."""
+        return 0
 
     def note_step(self, requests: Sequence[RunningRequest]) -> None:
         """Do nothing."""

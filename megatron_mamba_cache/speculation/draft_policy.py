@@ -25,6 +25,8 @@ PATIENCE = 4
 """Maximum number of consecutive steps without proposals before drafting pauses."""
 FIRST_VALIDITY, LONGEST_VALIDITY = 2, 16
 """Number of steps for which the first estimate for a request is used, and most steps for any estimate."""
+SAMPLED = 16
+"""Number of requests that are looked up in turn, one in each step, while the drafter drafts."""
 MOST_MISSES = 8
 """A request is hardly looked up after this number of lookups without a match, as long as the drafter saves time."""
 USUAL_STEPS = 16
@@ -87,9 +89,12 @@ class DraftPolicy:
         self._drafted_at = 0  # number of the last finished step that was planned with drafts
         self._pause: _Pause | None = None
         self._outlook: Outlook | None = None
+        self._repeated: tuple[Sequence[RunningRequest], Outlook] | None = None  # for which `repeats` was True
         self._most = 1  # maximum number of draft tokens of a request so far
         self._num_empty = 0  # consecutive steps for which drafts were planned but none verified
         self._trial_from = 0  # number of the first step that may be a trial
+        self._looks_up_from = 0  # number of the first step in which requests may be looked up in turn
+        self._turn = 0  # index of the request that was looked up last in turn
         self._misses: dict[int, int] = {}  # request id -> consecutive lookups without a match
         self._offering: set[int] = set()  # requests with a match in the last step
         self._hit_rate = 0.5  # of recent lookups
@@ -115,9 +120,47 @@ class DraftPolicy:
         self.by_lookup = [False] * len(requests)
         if budget <= 0 or not any(max_counts) or self._holds(requests, self._step):
             return [0] * len(requests)
-        self._pause, self._is_trial = None, False
         outlook = self._outlook_of(requests, max_counts)
+        return self._decide(outlook, requests, max_counts, budget, self._offered(outlook, requests, max_counts, offers))
+
+    def repeats(self, requests: Sequence[RunningRequest], most: int, offers: Offers = no_offers) -> bool:
+        """Return True if the drafter drafts as many tokens again for each request as the request has drafts now.
+
+        The last answer for the same tuple of requests holds while the estimates are the same, and prompt lookup finds
+        nothing for the request that is looked up in each step, in turn.
+
+        Args:
+            most: Maximum number of draft tokens of each request.
+            offers: As in `counts`.
+        """
+        if self._holds(requests, self._step):
+            return False
+        outlook, known = self._outlook_of(requests, [most]), self._repeated
+        if known is not None and known[0] is requests and known[1] is outlook:
+            looks_up = self._step >= self._looks_up_from and self._may_look_up(outlook)
+            if not (looks_up and self._any_in_turn(outlook, requests, most, offers)):
+                return True
+        max_counts = [most] * len(requests)
         offered = self._offered(outlook, requests, max_counts, offers)
+        self.by_lookup = [False] * len(requests)
+        counts = self._decide(outlook, requests, max_counts, sum(max_counts), offered)
+        repeats = counts == [len(request.drafts) for request in requests] and not any(self.by_lookup)
+        if repeats and not self._is_trial and self._outlook is not None:
+            self._repeated = requests, self._outlook
+        if repeats and any(offered):  # these matches change nothing
+            self._looks_up_from = self._step + PATIENCE * (1 + len(requests) // 8)
+        return repeats
+
+    def _decide(
+        self,
+        outlook: Outlook,
+        requests: Sequence[RunningRequest],
+        max_counts: Sequence[int],
+        budget: int,
+        offered: Sequence[int],
+    ) -> list[int]:
+        """Return the draft counts, or begin a pause or a trial."""
+        self._pause, self._is_trial, self._repeated = None, False, None
         found = self._best(outlook, requests, max_counts, offered, budget)
         may_pause = not self._waits_for_match(outlook)
         is_old = self._step - outlook.step >= PATIENCE
@@ -164,16 +207,24 @@ class DraftPolicy:
         num_tokens = sum([(other if looked else one).tokens[count] for one, other, looked, count in pairs])
         return list(proposed) if num_tokens / seconds > LEAST_GAIN * num_requests / plain else [0] * num_requests
 
-    def note(self, request_id: int, num_drafted: int, num_accepted: int, *, by_lookup: bool = False) -> None:
-        """Update the acceptance estimates with the outcome of a verified draft."""
-        self._acceptance[by_lookup].note(request_id, num_drafted, num_accepted)
-        self._num_accepted += num_accepted
+    def note(
+        self,
+        request_ids: Sequence[int],
+        num_drafted: Sequence[int],
+        num_accepted: Sequence[int],
+        *,
+        by_lookup: bool = False,
+    ) -> None:
+        """Update the acceptance estimates with the outcomes of verified drafts; see `DrafterAcceptance.note`."""
+        self._acceptance[by_lookup].note(request_ids, num_drafted, num_accepted)
+        self._num_accepted += sum(num_accepted)
         if self._is_trial and not by_lookup:
-            self._surplus += 2 * num_accepted - num_drafted
+            self._surplus += 2 * sum(num_accepted) - sum(num_drafted)
 
-    def note_shadow(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Update the acceptance estimates with the outcome of a shadow draft."""
-        self._acceptance[self._has_lookup].note(request_id, num_drafted, num_accepted)
+    def note_shadows(self, outcomes: Sequence[tuple[int, int, int]]) -> None:
+        """Update the acceptance estimates with outcomes of shadow drafts: request id, draft length, number correct."""
+        if outcomes:
+            self._acceptance[self._has_lookup].note(*zip(*outcomes, strict=True))
 
     def note_step(self, requests: Sequence[RunningRequest], *, asked: bool, drafted: bool) -> None:
         """Record the end of a step.
@@ -206,9 +257,10 @@ class DraftPolicy:
         """Return True if these requests, which have no drafts in this step, will have none in the next step either."""
         return not requests or self._holds(requests, self._step + 1)
 
-    def num_lookups_in_turn(self, num_requests: int) -> int:
-        """Return how many requests to look up for shadow drafts while a step runs: more if lookups find matches."""
-        return 1 + int(self._hit_rate * num_requests / 8)
+    def in_turn(self, requests: Sequence[RunningRequest]) -> Sequence[RunningRequest]:
+        """Return the request, among the SAMPLED oldest, that is looked up next."""
+        self._turn = (self._turn + 1) % min(len(requests), SAMPLED)
+        return requests[self._turn : self._turn + 1]
 
     def note_offer(self, request_id: int, *, is_found: bool) -> None:
         """Record whether prompt lookup alongside the drafter found a match for a request."""
@@ -222,9 +274,9 @@ class DraftPolicy:
 
     def shadowed(self, requests: Sequence[RunningRequest]) -> list[RunningRequest]:
         """Return the paused requests among `requests` if the policy uses shadow drafts, otherwise an empty list."""
-        uses_shadows = self._shadows or self._has_lookup
-        paused = self._pause.request_ids if self._pause is not None and uses_shadows else ()
-        return [request for request in requests if request.request_id in paused]
+        if self._pause is None or not (self._shadows or self._has_lookup):
+            return []
+        return [request for request in requests if request.request_id in self._pause.request_ids]
 
     def resume_if_faster(self, requests: Sequence[RunningRequest], offered: Sequence[int]) -> None:
         """End the pause if drafting is now expected to be faster than a step without drafts.
@@ -286,6 +338,7 @@ class DraftPolicy:
         if before is not None:
             validity += 2 * before.validity * before.num_known(requests) // num_requests
         return Outlook(
+            requests if isinstance(requests, tuple) else (),
             step,
             min(validity, LONGEST_VALIDITY),
             num_cached,
@@ -306,23 +359,29 @@ class DraftPolicy:
         self, outlook: Outlook, requests: Sequence[RunningRequest], max_counts: Sequence[int], offers: Offers
     ) -> Sequence[int]:
         """Look up the requests for which prompt lookup may be better than the drafter; return the lengths it offers."""
-        if not self._has_lookup:
+        if not self._may_look_up(outlook):
             return ()
         wanted = max_counts
         if outlook.pays:
-            if not (outlook.winners or outlook.new_may_win):
-                return ()
             wanted = [
                 max_count if outlook.may_win(request.request_id) and self._may_find(request.request_id) else 0
                 for request, max_count in zip(requests, max_counts, strict=True)
             ]
         if not any(wanted):
             return ()
-        offered = offers(wanted)
+        offered = offers(requests, wanted)
         for request, most, found in zip(requests, wanted, offered, strict=True):
             if most:
                 self.note_offer(request.request_id, is_found=found > 0)
         return offered
+
+    def _may_look_up(self, outlook: Outlook) -> bool:
+        """Return True if prompt lookup may be better than the drafter for any request."""
+        return self._has_lookup and not (outlook.pays and not outlook.winners and not outlook.new_may_win)
+
+    def _any_in_turn(self, outlook: Outlook, requests: Sequence[RunningRequest], most: int, offers: Offers) -> bool:
+        """Look up one request, in turn, like `_offered`; return True if a match was found."""
+        return any(self._offered(outlook, self.in_turn(requests), [most], offers))
 
     def _waits_for_match(self, outlook: Outlook) -> bool:
         """Return True if a step without drafts may only mean that prompt lookup, the faster drafter, found no match."""

@@ -163,8 +163,8 @@ class CompilesKernels(Protocol):
 class HasShortList(Protocol):
     """A drafter that drafts only some tokens of the vocabulary."""
 
-    def is_listed(self, token: int) -> bool:
-        """Return True if the drafter may draft this token."""
+    def num_unlisted(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens the drafter may not draft."""
 
 
 @runtime_checkable

@@ -1,6 +1,7 @@
 """Acceptance of one drafter's drafts: of each request, with that of all requests as its prior, and by position."""
 
 from collections.abc import Sequence
+from operator import gt, lt
 
 import numpy as np
 
@@ -42,27 +43,26 @@ class DrafterAcceptance:
         """True if enough drafts were verified."""
         return self._num_tried >= NUM_TRIED or self._num_rejected >= NUM_REJECTED
 
-    def note(self, request_id: int, num_drafted: int, num_accepted: int) -> None:
-        """Record the outcome of a verified draft or a shadow draft.
+    def note(self, request_ids: Sequence[int], num_drafted: Sequence[int], num_accepted: Sequence[int]) -> None:
+        """Record the outcomes of verified drafts or shadow drafts.
 
         Args:
-            num_drafted: Number of verified draft tokens; 0 has no effect.
-            num_accepted: Number of accepted draft tokens, excluding the base token.
+            num_drafted: [drafts] number of verified draft tokens, at least 1.
+            num_accepted: [drafts] number of accepted draft tokens, excluding the base token.
 
         Raises:
-            ValueError: If more tokens were accepted than drafted, or a number is negative.
+            ValueError: If no tokens were drafted, more were accepted than drafted, or a number is negative.
         """
-        if not 0 <= num_accepted <= num_drafted:
+        if min(num_drafted) < 1 or min(num_accepted) < 0 or any(map(gt, num_accepted, num_drafted)):
             raise ValueError(
-                f"num_accepted must be between 0 and num_drafted, found num_accepted={num_accepted}, "
-                f"num_drafted={num_drafted}"
+                f"num_accepted must be between 0 and num_drafted, and num_drafted at least 1, found {num_accepted=}, "
+                f"{num_drafted=}"
             )
-        if num_drafted:
-            for numbers, number in zip(self._outcomes, (request_id, num_drafted, num_accepted), strict=True):
-                numbers.append(number)
-            self._num_tried += num_accepted
-            if num_accepted < num_drafted:
-                self._num_tried, self._num_rejected = self._num_tried + 1, self._num_rejected + 1
+        for numbers, added in zip(self._outcomes, (request_ids, num_drafted, num_accepted), strict=True):
+            numbers.extend(added)
+        num_rejected = sum(map(lt, num_accepted, num_drafted))
+        self._num_tried += sum(num_accepted) + num_rejected
+        self._num_rejected += num_rejected
 
     def reach(self, request_ids: Sequence[int], most: int) -> FloatArray:
         """Return `reach_of` for up to `most` draft tokens: of these requests, then of a new request."""

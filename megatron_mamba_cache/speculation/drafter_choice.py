@@ -62,12 +62,14 @@ class Outlook:
     """Expected yield of drafts, estimated before step number `step` and used for up to `validity` steps.
 
     Args:
+        requests: Tuple of the requests; empty if they were not in a tuple.
         lookup: Prospects with prompt lookup alongside the drafter; the drafter's without it.
         winners: Requests for which prompt lookup, where it finds a match, is expected to be better than the drafter.
         new_may_win: True if this is expected for a new request.
         pays: True if drafts of the drafter alone are expected to save time.
     """
 
+    requests: tuple[RunningRequest, ...]
     step: int
     validity: int
     num_cached: int
@@ -95,8 +97,11 @@ class Outlook:
     def is_due(self, requests: Sequence[RunningRequest], step: int) -> bool:
         """Return True if it must be estimated again, because of its age or because requests changed."""
         num_before, num_now = len(self.drafter.by_request), len(requests)
-        num_changed = num_before + num_now - 2 * self.num_known(requests)
-        return step - self.step >= self.validity or 4 * num_changed > num_now
+        if step - self.step >= self.validity:
+            return True
+        if requests is self.requests and num_before == num_now:
+            return False
+        return 4 * (num_before + num_now - 2 * self.num_known(requests)) > num_now
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +9,11 @@ import numpy.typing as npt
 from ..policy.requests import RunningRequest
 from .drafter import Draft, Drafter, DraftRequest
 
-_UINT64_MASK = (1 << 64) - 1
-_MIX = 0x9E3779B97F4A7C15
+_HASH_BITS = 32
+_HASH_MASK = (1 << _HASH_BITS) - 1
+_MIX = 0x9E3779B1
 _SMALLEST_CAPACITY = 256
-_FEW_TOKENS = 16
+_FEW_TOKENS = 64
 _NOWHERE = -1
 
 
@@ -47,14 +47,16 @@ class SuffixIndex:
         tokens: list[int] = self._text_view[max(0, self._length - count) : self._length].tolist()
         return tokens
 
-    def extend(self, tokens: npt.ArrayLike) -> None:
+    def extend(self, tokens: Sequence[int] | npt.NDArray[np.int64]) -> None:
         """Append tokens, [n] in [0, 2**31), to the text; takes amortized constant time per token."""
-        added = np.asarray(tokens, dtype=np.int32)
-        start, end = self._length, self._length + len(added)
+        start, end = self._length, self._length + len(tokens)
         must_grow = end > len(self._text)
         if must_grow:
             self._reserve(end + end // 4)
-        self._text[start:end] = added
+        if end - start == 1:  # several times faster than the assignment of a slice
+            self._text_view[start] = int(tokens[0])
+        else:
+            self._text[start:end] = tokens
         self._length = end
         first = self._min_match - 1  # first position at which an n-gram ends
         self._file(first if must_grow else max(first, start), end)
@@ -80,7 +82,7 @@ class SuffixIndex:
         self._previous = np.empty(capacity, dtype=np.int32)
         num_bits = capacity.bit_length()
         self._newest = np.full(1 << num_bits, _NOWHERE, dtype=np.int32)
-        self._shift = 64 - num_bits
+        self._shift = _HASH_BITS - num_bits
         # Reading one element from a memoryview is several times faster than from a NumPy array.
         self._text_view = self._text.data
         self._previous_view = self._previous.data
@@ -91,11 +93,12 @@ class SuffixIndex:
         if end - start > _FEW_TOKENS:
             self._file_many(start, end)
             return
-        size, shift, previous, newest = self._min_match, self._shift, self._previous_view, self._newest_view
-        first = start + 1 - size
-        text = self._text_view[first:end].tolist()
-        for position in range(start, end):
-            bucket = _hash_grams(text[position + 1 - size - first : position + 1 - first], shift)
+        shift, previous, newest = self._shift, self._previous_view, self._newest_view
+        text, codes = self._text_view[start + 1 - self._min_match : end].tolist(), [0] * (end - start)
+        for offset in range(self._min_match):  # as in `_hash_grams`
+            codes = [code * _MIX + token + 1 for code, token in zip(codes, text[offset:], strict=False)]
+        for position, code in enumerate(codes, start):
+            bucket = (code * _MIX & _HASH_MASK) >> shift
             previous[position] = newest[bucket]
             newest[bucket] = position
 
@@ -141,15 +144,12 @@ class SuffixIndex:
         return next(number for number, (one, other) in enumerate(zip(tokens, suffix, strict=False)) if one != other)
 
 
-def _hash_grams(grams: Iterable[Any], shift: int) -> Any:
-    """Return the hash, of 64 - `shift` bits, of one n-gram or of an array of n-grams.
-
-    Item i of `grams` is token i of the n-gram, or a uint64 array with token i of each n-gram.
-    """
-    code: Any = 0
+def _hash_grams(grams: Iterable[npt.NDArray[np.uint64]], shift: int) -> npt.NDArray[np.uint64]:
+    """Return the hashes, of _HASH_BITS - `shift` bits, of n-grams, given token 0, token 1, ... of each n-gram."""
+    code = np.zeros(1, np.uint64)
     for tokens in grams:
-        code = (code * _MIX + tokens + 1) & _UINT64_MASK
-    return ((code * _MIX) & _UINT64_MASK) >> shift
+        code = code * np.uint64(_MIX) + tokens + np.uint64(1)
+    return (code * np.uint64(_MIX) & np.uint64(_HASH_MASK)) >> np.uint64(shift)
 
 
 _NUM_CHECKED = 8
@@ -182,6 +182,7 @@ class PromptLookupDrafter:
         self._max_match = max_match
         self._max_candidates = max_candidates
         self._indices: dict[int, SuffixIndex] = {}
+        self._indexed: dict[int, RunningRequest] = {}
 
     def propose(self, requests: Sequence[DraftRequest]) -> list[Draft]:
         """Return a draft for each request; a draft is empty if the request's last tokens do not occur earlier.
@@ -197,15 +198,17 @@ class PromptLookupDrafter:
     def forget(self, request_id: int) -> None:
         """Free the index of a request; do nothing for an unknown request."""
         self._indices.pop(request_id, None)
+        self._indexed.pop(request_id, None)
 
     def _continuation(self, request: DraftRequest) -> tuple[int, ...]:
         """Return draft tokens; rebuild the index of a request that has another text than before."""
-        running = request.running
-        index = self._indices.get(running.request_id)
-        if index is None or not _continues(index, running):
-            index = SuffixIndex(self._min_match, self._max_match, self._max_candidates, running.length)
-            self._indices[running.request_id] = index
-        known, length = len(index), running.length
+        running, length = request.running, request.running.length
+        request_id = running.request_id
+        index = self._indices.get(request_id)
+        if index is None or (self._indexed[request_id] is not running and not _continues(index, running)):
+            index = SuffixIndex(self._min_match, self._max_match, self._max_candidates, length)
+            self._indices[request_id] = index
+        self._indexed[request_id], known = running, len(index)
         if known < length:
             index.extend(running.tokens(known, min(length, known + _MOST_INDEXED)))
         return index.continuation(request.num_tokens) if length <= known + _MOST_INDEXED else ()

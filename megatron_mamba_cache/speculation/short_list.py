@@ -41,8 +41,9 @@ class ListedTokens:
         """Return a list of a quarter of the vocabulary; None if the vocabulary is small."""
         return cls(vocab_size, vocab_size // _SHARE) if vocab_size >= _LEAST_VOCABULARY else None
 
-    def __contains__(self, token: int) -> bool:
-        return bool(self._is_listed[token])
+    def num_unlisted(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens are not in the list."""
+        return len(tokens) - int(self._is_listed[[*tokens]].sum())
 
     def count(self, requests: Sequence[RunningRequest]) -> bool:
         """Count the new tokens of these requests; return True if the list is chosen again, as a request begins."""

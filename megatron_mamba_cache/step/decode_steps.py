@@ -109,8 +109,9 @@ class DecodeStep:
 
     def is_sent_last(self, requests: Sequence[RunningRequest], buffers: StepBuffers) -> bool:
         """Return whether the buffers still hold this step, and `requests` are its requests."""
-        same_number = buffers.num_begun == self.number and len(requests) == len(self.requests)
-        return same_number and all(map(is_, requests, self.requests))
+        if buffers.num_begun != self.number or len(requests) != len(self.requests):
+            return False
+        return requests is self.requests or all(map(is_, requests, self.requests))
 
 
 @dataclass(frozen=True, slots=True)

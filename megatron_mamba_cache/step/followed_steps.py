@@ -27,15 +27,14 @@ def can_follow(
         longest: Maximum number of tokens per request.
         is_planned: True if the host plans attention, and so must know each request's number of KV blocks.
     """
-    widths = np.array(step.widths)
-    most = int(widths.max(initial=1))
+    most = max(step.widths, default=1)
     if most == 1 or block_size < 2 * most or not step.is_sent_last(requests, buffers):
         return False
-    num_requests = len(requests)
-    computed = np.fromiter((request.computed for request in requests), np.int64, num_requests)
-    max_lens = np.fromiter((request.spec.max_len for request in requests), np.int64, num_requests)
-    ends = computed + 2 * widths  # of the next step if this one accepts all drafts
-    if (computed + 2 >= max_lens).any() or (ends > longest).any():
+    if any([request.computed + 2 >= request.spec.max_len for request in requests]):
+        return False
+    computed = np.array([request.computed for request in requests])
+    ends = computed + 2 * buffers.host("scheduled")[: len(requests)]  # of the next step if this one accepts all drafts
+    if ends.max() > longest:
         return False
     return not is_planned or bool(((computed + 1) // block_size == (ends - 1) // block_size).all())
 

@@ -44,7 +44,7 @@ def _draws_of(sampling: SamplingSettings) -> Draws:
 class StepLogits:
     """Tokens whose logits are needed (each request's last token and the tokens before drafts), and sampling inputs.
 
-    Everything except `starts`, `draws` and the `any_*` flags is a device tensor.
+    Everything except `starts`, `draws`, `end_tokens` and the `any_*` flags is a device tensor.
     """
 
     tokens: Tensor  # [logits] int32 index among the packed tokens
@@ -59,6 +59,7 @@ class StepLogits:
     draws: Draws
     any_changed: bool  # True if a request changes its logits, other than by a grammar mask
     any_scored: bool  # True if a request asked for log-probabilities
+    end_tokens: frozenset[int]  # tokens that may end a request: end tokens, and last tokens of stop strings
 
     def clone(self) -> "StepLogits":
         """Return a copy that later steps cannot overwrite."""
@@ -147,6 +148,7 @@ def view_logits(requests: Sequence[RunningRequest], token_ids: Tensor, buffers: 
         draws=Draws.of(requests),
         any_changed=any_changed(requests),
         any_scored=any_scored(requests),
+        end_tokens=end_tokens(requests),
     )
 
 
@@ -163,6 +165,13 @@ def any_masked(requests: Sequence[RunningRequest]) -> bool:
 def any_scored(requests: Sequence[RunningRequest]) -> bool:
     """Return whether any request asked for log-probabilities."""
     return any(request.spec.log_probs.wanted for request in requests)
+
+
+def end_tokens(requests: Sequence[RunningRequest]) -> frozenset[int]:
+    """Return the tokens that may end any of these requests: end tokens, and last tokens of stop strings."""
+    settings = [request.spec.sampling for request in requests]
+    words = [word[-1] for sampling in settings for word in sampling.stop_words]
+    return frozenset(words).union(*[sampling.end_ids for sampling in settings])
 
 
 def logits_starts(requests: Sequence[RunningRequest]) -> tuple[int, ...]:

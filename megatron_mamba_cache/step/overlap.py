@@ -20,7 +20,7 @@ from ..policy.requests import RunningRequest
 from ..policy.running_requests import RunningRequests
 from ..policy.scheduler import QueueState
 from ..speculation.draft_planner import DraftPlanner, NoDrafts
-from .logits import any_masked, any_scored
+from .logits import any_masked
 from .overlapped_step import CapturedStep, GraphsByShape, OverlappedStep
 from .shapes import StepShape
 from .shared_steps import StepSharing
@@ -115,7 +115,7 @@ def may_follow(
         graph: The step's graph, whose outcome can feed the next step; see `Step.feeding_graph`.
         num_running, is_wanted: As in `may_overlap`.
     """
-    requests = step.requests
+    requests, logits = step.requests, step.batch.logits
     return (
         is_wanted
         and not step.has_one_token_each
@@ -123,7 +123,7 @@ def may_follow(
         and not queue.has_waiting
         and len(requests) == num_running
         and graph.can_follow(requests)
-        and not (step.batch.logits.any_changed or any_masked(requests) or any_scored(requests))
+        and not (logits.any_changed or logits.any_scored or any_masked(requests))
         and cache.can_follow(requests)
     )
 

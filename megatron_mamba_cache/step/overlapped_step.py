@@ -119,7 +119,8 @@ class OverlappedStep:
         self._fed: Sequence[int] = ()
         self._drafts = [request.drafts for request in batch.requests]
         if has_device_drafts:
-            self._drafts = [(0,) * len(drafts) for drafts in self._drafts]
+            zeros = [(0,) * number for number in range(1 + graph.shape.width)]
+            self._drafts = [zeros[len(drafts)] for drafts in self._drafts]
         self._draft_distributions = draft_distributions
         self._stream = stream_of(graph.outcome) if graph.outcome.is_cuda else None
         self.shape = graph.shape

@@ -7,6 +7,7 @@ Stages: plan → forward → publish prompts → sample → launch the next step
 import asyncio
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -134,7 +135,7 @@ class StepRunner:
             self.planner.decide_next(step.requests)  # while the device computes
         kept = self._keep(step, copy.wait())  # the step's only wait for the device
         log_probs = scores.arrived() if scores else self._scorer.log_probs(step, kept.tokens, logits, model.logits_of)
-        num_drafts = step.num_drafts if self.planner.max_drafts else ()
+        num_drafts = step.num_drafts if self.planner.max_drafts else [0] * len(step.requests)
         held_back = self.land(kept) if lands else GrowthOutcome()
         self._launch_drafts(step)
         return StepOutcome(step, kept, num_drafts, log_probs, held_back)
@@ -379,10 +380,19 @@ class StepRunner:
                 early.note_fed(tokens)
                 if not early.any_ends(tokens):
                     return StepTokens(list(zip(tokens, strict=True)))
-        lines = (found[row] for row in step.batch.row_indices)
-        return StepTokens.of(
-            [request.keep(new[:accepted]) for request, (accepted, *new) in zip(step.requests, lines, strict=True)]
-        )
+        lines = [found[row] for row in step.batch.row_indices]
+        sampled = [tuple(line[1 : 1 + line[0]]) for line in lines]
+        if not step.num_prefill_requests and not _may_end(step, sampled):
+            return StepTokens(sampled)
+        return StepTokens.of([request.keep(new) for request, new in zip(step.requests, sampled, strict=True)])
 
     def _shapes(self) -> Collection[StepShape]:
         return () if self.graphs is None else self.graphs.shapes
+
+
+def _may_end(step: Step, sampled: Sequence[Sequence[int]]) -> bool:
+    """Return False if no request of a decode step ends with these tokens, [requests][tokens]."""
+    if not step.batch.logits.end_tokens.isdisjoint(chain.from_iterable(sampled)):
+        return True
+    pairs = zip(step.requests, sampled, strict=True)
+    return any([request.computed + 1 + len(new) >= request.spec.max_len for request, new in pairs])

@@ -21,7 +21,7 @@ from ..policy.requests import RunningRequest, num_decoding
 from .batch import StepBatch, send_padded_step, view_step
 from .decode_steps import DecodeStep, LatestStep, SentStep, send_again, send_next
 from .followed_steps import can_follow, send_followed
-from .logits import Draws, StepLogits, any_changed, any_masked, any_scored, logits_starts
+from .logits import Draws, StepLogits, any_changed, any_masked, any_scored, end_tokens, logits_starts
 from .model import StepModel
 from .overlapped_step import OverlappedStep, OverlapState
 from .recorder import Recorder
@@ -246,6 +246,7 @@ class StepGraph:
                 draws=Draws.of(requests),
                 any_changed=any_changed(requests),
                 any_scored=any_scored(requests),
+                end_tokens=end_tokens(requests),
             ),
         )
 

@@ -35,7 +35,7 @@ class StepOutcome:
     """Result of a step: kept tokens, draft counts, log-probabilities, and the requests that were paused or evicted.
 
     Args:
-        num_drafts: [requests] number of verified drafts; empty if drafting is off.
+        num_drafts: [requests] number of verified drafts.
         held_back: Requests that were paused or evicted after the step.
     """
 

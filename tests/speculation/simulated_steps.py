@@ -99,7 +99,7 @@ def simulate(
         for request, drafted in zip(requests, counts, strict=True):
             kept = _num_kept(rng, probability(request.request_id), drafted)
             if drafted:
-                policy.note(request.request_id, drafted, kept)
+                policy.note([request.request_id], [drafted], [kept])
             request.computed += 1 + kept
             num_tokens += 1 + kept
         num_drafted += sum(counts)
@@ -128,7 +128,7 @@ class _ShadowDrafts:
                 self._begun[request.request_id] = right, left - 1
                 continue
             if left:
-                self._policy.note_shadow(request.request_id, MOST, right)
+                self._policy.note_shadows([(request.request_id, MOST, right)])
             if self._rng.random() < self._offers:
                 right = _num_kept(self._rng, self._probability(request.request_id), MOST)
                 self._begun[request.request_id] = right, min(right + 1, MOST)

@@ -68,17 +68,17 @@ def test_draft_tokens_after_a_rejected_token_do_not_count() -> None:
     assert one(found, 0.8, 1) == one(found, 0.8, 2) < one(found, 0.8, 3) == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(("num_drafted", "num_accepted"), [(1, 2), (0, 1), (1, -1), (-1, -1)])
+@pytest.mark.parametrize(("num_drafted", "num_accepted"), [(1, 2), (0, 1), (0, 0), (1, -1), (-1, -1)])
 def test_inconsistent_acceptance_counts_are_refused(num_drafted: int, num_accepted: int) -> None:
     with pytest.raises(ValueError, match="num_accepted"):
-        DrafterAcceptance().note(0, num_drafted, num_accepted)
+        DrafterAcceptance().note([0, 1], [4, num_drafted], [4, num_accepted])
 
 
 def test_outcomes_of_a_forgotten_request_count_for_new_requests() -> None:
     found, other = DrafterAcceptance(), DrafterAcceptance()
     for acceptance in (found, other):
         for _ in range(5):
-            acceptance.note(1, 4, 0)
+            acceptance.note([1], [4], [0])
     found.forget(1)
     before, after = other.reach([1], 4), found.reach([1], 4)
     assert (after[0] == after[1]).all() and (after[1] == before[1]).all() and (before[0][1:] < before[1][1:]).all()

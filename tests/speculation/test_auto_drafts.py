@@ -107,15 +107,16 @@ class Run:
         total = sum(len(draft.tokens) for draft in drafts)
         self.seconds += self.time.seconds(len(requests), total, sum(request.length for request in requests))
         self.seconds += self.time.device.drafts_s if waits and not total else 0.0
+        num_accepted = []
         for request, draft in zip(requests, drafts, strict=True):
             begin = request.length
             wrong = (n for n, token in enumerate(draft.tokens) if token != correct(request, begin + n))
             kept = next(wrong, len(draft.tokens))
             request.generated.extend(correct(request, begin + n) for n in range(kept + 1))
             self.num_tokens += kept + 1
-            if self.planner is not None:
-                self.planner.note(request, len(draft.tokens), kept)
+            num_accepted.append(kept)
         if self.planner is not None:
+            self.planner.note(requests, [len(draft.tokens) for draft in drafts], num_accepted)
             self.planner.note_step(requests)
         return True
 
@@ -192,10 +193,11 @@ def test_choices_respect_limits_and_are_recorded_for_the_right_drafter(
     requests = [request_of([0], request_id=index) for index in range(len(rooms))]
     policy = DraftPolicy(time_of(MODELS["8b"], MOST), lambda _, most: 1e-4 * most, is_patient=True, has_lookup=True)
     for request_id, drafted, kept, by_lookup in outcomes:
-        policy.note(request_id, drafted, min(drafted, kept), by_lookup=by_lookup)
+        if drafted:
+            policy.note([request_id], [drafted], [min(drafted, kept)], by_lookup=by_lookup)
     max_counts, offered = [room for room, _, _ in rooms], [min(room, found) for room, found, _ in rooms]
 
-    def offers(most: Sequence[int]) -> list[int]:
+    def offers(_requests: Sequence[RunningRequest], most: Sequence[int]) -> list[int]:
         return list(map(min, most, offered))
 
     counts = policy.counts(requests, max_counts, budget, offers)

@@ -57,7 +57,7 @@ def learn(planner: DraftPlanner, limits: list[DraftLimit]) -> None:
     wrong, right = (entry.request for entry in limits)
     for _ in range(20):
         for entry, draft in zip(limits, planner.plan(limits), strict=True):
-            planner.note(entry.request, len(draft.tokens), len(draft.tokens) * (entry.request is right))
+            planner.note([entry.request], [len(draft.tokens)], [len(draft.tokens) * (entry.request is right)])
         planner.note_step([wrong, right])
 
 
@@ -89,10 +89,9 @@ def test_request_without_a_proposal_keeps_its_acceptance_estimate() -> None:
     requests = [entry.request for entry in limits]
     for _ in range(20):
         planner.plan(limits)
-        planner.note(requests[0], 4, 4)
-        planner.note(requests[1], 0, 0)
+        planner.note(requests, [4, 0], [4, 0])
         planner.note_step(requests)
-        planner.note(requests[0], 0, 0)  # from a step that was not planned
+        planner.note(requests, [0, 0], [0, 0])  # from a step that was not planned
     assert planner.counts(requests, [4, 4], NO_LIMIT) == [4, 4]
 
 
@@ -110,7 +109,7 @@ def test_drafting_pauses_after_a_step_without_proposals(step_fails: bool) -> Non
     requests = [limits[0].request]
     for stays_paused in (False, True):
         assert planner.counts(requests, [4], NO_LIMIT) == [4]
-        planner.note(requests[0], len(planner.plan(limits)[0].tokens), 4 * (not stays_paused))
+        planner.note(requests, [len(planner.plan(limits)[0].tokens)], [4 * (not stays_paused)])
         if stays_paused or not step_fails:
             planner.note_step(requests)
         assert planner.stays_paused(requests) == stays_paused
@@ -161,7 +160,7 @@ def test_outcome_of_a_forgotten_request_is_ignored() -> None:
     for _ in range(3):
         planner.plan([entry])
         planner.forget(1)
-        planner.note(entry.request, 4, 0)
+        planner.note([entry.request], [4], [0])
     assert planner.counts([entry.request], [4], NO_LIMIT) == [4]
 
 
@@ -212,7 +211,7 @@ def test_engine_without_drafter_plans_empty_drafts() -> None:
     limits = limits_of(2, 3)
     assert planner.max_drafts == 0 and planner.plan(limits) == [Draft(), Draft()]
     requests = [entry.request for entry in limits]
-    planner.note(requests[0], 0, 0)
+    planner.note(requests, [0, 0], [0, 0])
     planner.note_step(requests)
     planner.forget(1)
     assert planner.stays_paused(requests)

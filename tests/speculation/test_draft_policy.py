@@ -143,7 +143,7 @@ def test_draft_model_is_called_until_the_prompt_is_prefilled() -> None:
 def test_trial_that_verifies_no_draft_is_repeated_soon_but_not_in_each_step(asked: bool) -> None:
     policy, request = DraftPolicy(time_of(MODELS["8b"]), lambda _, most: 2e-4 * most, is_patient=True), request_of([0])
     for _ in range(40):
-        policy.note(0, 4, 0)
+        policy.note([0], [4], [0])
 
     def trials(num_steps: int, *, drafts: bool) -> list[int]:
         found = []
@@ -169,10 +169,10 @@ def test_counts_prepared_in_advance_ignore_later_outcomes() -> None:
     requests = [request_of([0], request_id=index) for index in range(3)]
     policy = DraftPolicy(time_of(NANO_30B))
     for request in requests:
-        policy.note(request.request_id, 40, 40)
+        policy.note([request.request_id], [40], [40])
     policy.decide_next(requests, 4)
     for request in 20 * requests:
-        policy.note(request.request_id, 4, 0)  # outcomes of the step that ran in the meantime
+        policy.note([request.request_id], [4], [0])  # outcomes of the step that ran in the meantime
     policy.note_step(requests, asked=True, drafted=True)
     assert policy.counts(requests, [4] * 3, NO_LIMIT) == policy.counts(requests, [4] * 3, NO_LIMIT) == [4, 4, 4]
     assert policy.counts(requests, [4, 3, 0], NO_LIMIT) == [4, 3, 0]
@@ -197,7 +197,7 @@ def test_drafts_limited_by_the_budget_are_dropped_if_too_few_remain() -> None:
     requests = [request_of([0], request_id=index) for index in range(128)]
     for request in requests:
         for _ in range(10):
-            policy.note(request.request_id, 4, 4)
+            policy.note([request.request_id], [4], [4])
     assert policy.counts(requests[:4], [4] * 4, 6) == [4, 2, 0, 0]
     assert sum(policy.counts(requests, [4] * 128, NO_LIMIT)) == 512 and not any(policy.counts(requests, [4] * 128, 6))
     assert AllDrafts().counts(requests[:3], [4] * 3, 6) == [4, 2, 0] and AllDrafts().counts(requests[:1], [4], -3) == [
@@ -238,7 +238,7 @@ def test_pause_ends_and_applies_only_to_its_requests() -> None:
         rested = policy.stays_paused(requests)
         for request, number in zip(requests, counts, strict=True):
             if number:
-                policy.note(request.request_id, number, 0)
+                policy.note([request.request_id], [number], [0])
         policy.note_step(requests, asked=any(counts), drafted=any(counts))
         asked.append(any(counts))
         if rested:
@@ -261,8 +261,8 @@ def test_acceptance_estimate_of_a_forgotten_request_is_reset() -> None:
     policy = DraftPolicy(time_of(MODELS["8b"]))
     request = request_of([0], request_id=5)
     for _ in range(30):
-        policy.note(5, 4, 0)
-        policy.note(6, 4, 4)
+        policy.note([5], [4], [0])
+        policy.note([6], [4], [4])
     assert policy.counts([request], [4], NO_LIMIT) == [0]
     policy.forget(5)
     assert policy.counts([request], [4], NO_LIMIT) == [4]

@@ -27,7 +27,7 @@ def test_shadow_draft_ends_when_its_outcome_is_known(draft: list[int], reply: li
     outcomes = []
     for begin in range(0, len(reply), at_once):
         request.generated.extend(reply[begin : begin + at_once])
-        outcomes += shadowed.ended([request])
+        outcomes += shadowed.pop_ended()
     expected = [(0, len(draft), len(draft) if right is None else right)] if known else []
     assert outcomes == expected and (shadowed.num_tokens(request) == 0) == known
 
@@ -38,7 +38,7 @@ def test_forgotten_request_has_no_shadow_draft() -> None:
     shadowed.forget(3)
     assert not shadowed.num_tokens(request)
     request.generated.append(1)
-    assert not list(shadowed.ended([request]))
+    assert not shadowed.pop_ended()
 
 
 class KnowsTheReply:
@@ -69,7 +69,7 @@ def test_drafting_resumes_when_shadow_drafts_are_correct(fails: bool, caplog: py
         return count > 0
 
     for _ in range(40):  # rejected drafts in verified steps
-        planner._policy.note(0, 4, 0)
+        planner._policy.note([0], [4], [0])
     assert not any(step(1) for _ in range(50)) and planner.stays_paused([request])
     asked, drafter.fails = drafter.num_calls, fails
     assert asked >= 49

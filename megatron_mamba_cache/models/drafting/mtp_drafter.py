@@ -60,9 +60,9 @@ class DraftReceiver:
         """Return the last stage's estimate; see `MTPDrafter.draft_seconds`."""
         return num_drafts * self._time.seconds(num_requests, 0)
 
-    def is_listed(self, token: int) -> bool:
-        """Return True if the last stage may draft this token."""
-        return self._listed is None or token in self._listed
+    def num_unlisted(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens the last stage may not draft."""
+        return 0 if self._listed is None else self._listed.num_unlisted(tokens)
 
     def forget(self, request_id: int) -> None:
         """Stop counting a request's tokens."""
@@ -131,9 +131,9 @@ class MTPDrafter:
             self._short_list.count(requests)
         self._passes_here().follow(graph, requests)
 
-    def is_listed(self, token: int) -> bool:
-        """Return True if the drafter may draft this token."""
-        return self._short_list is None or token in self._short_list.tokens
+    def num_unlisted(self, tokens: Sequence[int]) -> int:
+        """Return how many of these tokens the drafter may not draft."""
+        return 0 if self._short_list is None else self._short_list.tokens.num_unlisted(tokens)
 
     def forget(self, request_id: int) -> None:
         """Stop counting a request's tokens; all other data of a request is in the engine's memory."""
