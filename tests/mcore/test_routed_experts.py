@@ -1,14 +1,20 @@
 """Recorded routes of experts equal those of the oracle's forward pass over the whole text, in any workload."""
 
+import io
 import random
+from base64 import b64decode
 from dataclasses import replace
+from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from megatron.core.inference.inference_request import DynamicInferenceRequestRecord
 
+from megatron_mamba_cache.mcore.request_states import ROUTED_EXPERTS
 from megatron_mamba_cache.step import routed_experts
 from megatron_mamba_cache.step.buffers import HostCopy
 from megatron_mamba_cache.step.routed_experts import RoutedExperts, RouteTable
@@ -158,3 +164,15 @@ def test_copied_routes_are_those_of_the_requests_blocks_in_order(data: st.DataOb
     found = RoutedExperts(copies, num_known, (length, 1, 2)).array()
     expected = np.concatenate([table[block] for block in blocks])[:num_known]
     assert np.array_equal(found[:num_known], expected) and (found[num_known:] == -1).all() and len(found) == length
+
+
+def test_serialized_reply_to_a_coordinator_has_the_routes() -> None:
+    run = recording_run()
+    run.engine.add_request(0, some_tokens(20), greedy(4))
+    records: list[Any] = []
+    while not records:
+        records = run.engine.step_modern()["finished_request_records"]
+    run.engine._annotate(records[0], 0)
+    sent = msgpack.unpackb(msgpack.packb(records[0].serialize()))
+    found = getattr(DynamicInferenceRequestRecord.deserialize(sent)[0].sampling_params, ROUTED_EXPERTS)
+    assert np.array_equal(np.load(io.BytesIO(b64decode(found))), records[0].merge().routed_experts)
