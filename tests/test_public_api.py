@@ -32,7 +32,7 @@ FACES = {
         "random_hybrid_model",
         "save_megatron_checkpoint",
     },
-    "replicas": {"KeyedInferenceClient", "ReplicaEngine", "RoutingSettings"},
+    "replicas": {"KeyedInferenceClient", "ReplicaClient", "ReplicaEngine", "RoutingSettings"},
     "speculation": {"AutoDrafter", "Draft", "DraftRequest", "Drafter", "PromptLookupDrafter", "ReadsHiddenStates"},
 }
 """Names that the documentation imports from subpackages."""

@@ -49,7 +49,7 @@ def add_server_arguments(parser: ArgumentParser) -> None:
         "needed"
     )
     add("--api-key", action="append", default=[], metavar="KEY", help=key)
-    admin = "API key that is needed to read metrics and to flush the cache; may be repeated"
+    admin = "API key that is needed to read metrics, flush the cache, pause and abort; may be repeated"
     add("--admin-api-key", action="append", default=[], metavar="KEY", help=admin)
     keys = (
         "file with one API key per line, as KEY or NAME: KEY; logs show the name. Other users of the machine can see "

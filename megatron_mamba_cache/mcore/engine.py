@@ -27,6 +27,7 @@ from .controller import MambaCacheController
 from .cpu import WallClockEvent
 from .engine_loop import EngineLoop
 from .generated_tokens import append_tokens, is_reported, join_texts
+from .pausable_engine import PausableEngine
 from .request_spec import SpecParams, check_identity, ended_by, error_of_end, prompt_ids, spec_of
 from .request_states import (
     DraftCounts,
@@ -38,10 +39,9 @@ from .request_states import (
     complete_parts,
 )
 from .step_report import StepReport
-from .suspendable_engine import SuspendableEngine
 
 
-class MambaCacheEngine(SuspendableEngine):
+class MambaCacheEngine(PausableEngine):
     """Drop-in replacement for Megatron's engine that serves requests with a `MambaCacheContext`.
 
     A request that cannot run ends as FAILED with the reason in its events. If a step raises, its requests are queued
@@ -181,11 +181,6 @@ class MambaCacheEngine(SuspendableEngine):
         """Process finished copies between tiers, which may start further copies; all ranks must call this."""
         if self.has_idle_copies and self.context.memory.below.land(wait=False):
             self.context.runner.queue.note_change()
-
-    @property
-    def owes_step(self) -> bool:
-        """True if expert-parallel ranks may have launched the next step; run it before waiting for these ranks."""
-        return self.context.is_tensor_state_allocated and self.context.runner.sharing.is_owed
 
     def counts_of(self, request_id: int) -> RequestCounts:
         """Return the counts for a request so far; zeros for an unknown id, or after 65,536 later requests have left."""
@@ -344,8 +339,8 @@ class MambaCacheEngine(SuspendableEngine):
             self.context.runner.step_requests.prefetch(self.scheduler, [*self._candidates(head)])
 
     def _is_at_rest(self) -> bool:
-        """Return whether no request waits to run alone, which would change the requests of the next step."""
-        return not self._failed_steps
+        """Return whether the next step may be launched early: no request waits to run alone, and nothing pauses."""
+        return not (self._failed_steps or self.is_paused)
 
     def _admissible(self) -> Iterable[int]:
         """Return the ids of waiting requests that may join the step; to run one alone, queue all others again."""

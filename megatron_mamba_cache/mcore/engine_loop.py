@@ -1,6 +1,7 @@
 """Event loop of an engine, which sleeps while there is no work and runs calls from other threads."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ class EngineLoop:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._is_stepping = False
         self._has_news = asyncio.Event()
+        self._between_steps: deque[Callable[[], None]] = deque()  # calls of other threads that wait for the step's end
 
     @property
     def current(self) -> asyncio.AbstractEventLoop:
@@ -53,12 +55,18 @@ class EngineLoop:
             yield
         finally:
             self._loop = None
+            self._make_calls()
 
     async def wait_until(self, has_work: Callable[[], bool]) -> None:
-        """Wait until `has_work` returns True; `call` and `wake` trigger a new check."""
+        """Wait between steps until `has_work` returns True; `call` and `wake` trigger a new check.
+
+        Calls of `between_steps` run first.
+        """
+        self._make_calls()
         while not has_work():
             self._has_news.clear()
             await self._has_news.wait()
+            self._make_calls()
 
     def wake(self) -> None:
         """Make the loop check for work; safe from any thread."""
@@ -75,11 +83,27 @@ class EngineLoop:
         if loop is None:
             return act()
         if _running_loop() is not loop:
-            return _Call(act).made_in(loop, self.wake)
+            return _Call(act).made_in(loop, loop.call_soon_threadsafe, self.wake)
         try:
             return act()
         finally:
             self._has_news.set()
+
+    def between_steps(self, act: Callable[[], _Answer]) -> _Answer:
+        """Run `act` like `call`, but from another thread only after the step in progress has ended."""
+        loop = self._loop
+        if loop is None or _running_loop() is loop:
+            return self.call(act)
+
+        def post(made: Callable[[], None]) -> None:
+            self._between_steps.append(made)
+            self.wake()
+
+        return _Call(act).made_in(loop, post, self.wake)
+
+    def _make_calls(self) -> None:
+        while self._between_steps:
+            self._between_steps.popleft()()
 
 
 class _Call(Generic[_Answer]):
@@ -89,10 +113,15 @@ class _Call(Generic[_Answer]):
         self._act = act
         self._answer: Future[_Answer] = Future()
 
-    def made_in(self, loop: asyncio.AbstractEventLoop, on_done: Callable[[], None]) -> _Answer:
-        """Run the call in `loop`; return its result, or raise its exception."""
+    def made_in(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        post: Callable[[Callable[[], None]], object],
+        on_done: Callable[[], None],
+    ) -> _Answer:
+        """Run the call in `loop`, to which `post` passes it; return its result, or raise its exception."""
         self._answer.add_done_callback(lambda _: on_done())
-        loop.call_soon_threadsafe(self._make)
+        post(self._make)
         while not wait([self._answer], timeout=_LOOK_EVERY_S).done:
             if not loop.is_running() and self._answer.cancel():
                 raise RuntimeError(

@@ -6,7 +6,7 @@ import gc
 import logging
 from typing import Any
 
-from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine
+from megatron.core.inference.engines.dynamic_engine import DynamicInferenceEngine, RequestEntry
 from megatron.core.utils import trace_async_exceptions
 from typing_extensions import override
 
@@ -156,16 +156,9 @@ class SuspendableEngine(DynamicInferenceEngine):
         Raises:
             RuntimeError: If a step is being computed; nothing has changed then.
         """
-        if self.context.is_computing:
-            raise RuntimeError("a step is in progress; cancel requests between steps")
-        entry = self.requests.pop(request_id, None)
+        entry = self._remove(request_id)
         if entry is None:
             return False
-        self.context.drop_requests([request_id])
-        for waiting in (self.waiting_request_ids, self.failed_request_ids, self.resume_request_ids or []):
-            if request_id in waiting:
-                waiting.remove(request_id)
-        self._forget(request_id)
         entry.future.cancel()
         return True
 
@@ -215,6 +208,20 @@ class SuspendableEngine(DynamicInferenceEngine):
             advice = "load weights in place, with copy_, to keep the graphs"
             _LOG.warning("CUDA graphs are captured again: %s; %s", reason, advice)
             self.create_cuda_graphs()
+
+    def _remove(self, request_id: int) -> RequestEntry | None:
+        """Remove a request between steps and release what it holds; return its entry, or None if there is none."""
+        if self.context.is_computing:
+            raise RuntimeError("a step is in progress; cancel requests between steps")
+        entry = self.requests.pop(request_id, None)
+        if entry is None:
+            return None
+        self.context.drop_requests([request_id])
+        for waiting in (self.waiting_request_ids, self.failed_request_ids, self.resume_request_ids or []):
+            if request_id in waiting:
+                waiting.remove(request_id)
+        self._forget(request_id)
+        return entry
 
     def _restart(self, request_id: int) -> None:
         record = self.requests[request_id].record

@@ -266,6 +266,8 @@ class PrefixCoordinator(DataParallelInferenceCoordinator):
             return  # the client has disconnected in the meantime
         if self._signals.is_stopping:
             self._fail(request, "the engines are being stopped; send it to others")
+        elif request.is_aborted:
+            self._fail(request, "it was aborted, and its replica died before it could send the tokens")
         elif not self._router.replicas:
             self._fail(request, "no replica is left; start one and send the request again")
         elif request.num_attempts >= self._settings.num_attempts:

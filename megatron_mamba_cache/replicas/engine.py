@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -178,12 +178,12 @@ class ReplicaEngine(MambaCacheEngine):
         """Add a request; see `MambaCacheEngine`.
 
         With a coordinator, an invalid request ends as failed instead of raising, so other requests are unaffected. The
-        coordinator also sends cancels and flushes as requests; see `replicas.front_end`.
+        coordinator also sends cancels, aborts and flushes as requests; see `replicas.front_end`.
         """
         if self.use_coordinator:
             from .progress_reports import obeyed
 
-            if obeyed(self, request_id, sampling_params):
+            if obeyed(self, request_id, sampling_params, self._reply):
                 unanswered: asyncio.Future[Any] = self._loop.create_future()
                 return unanswered
         try:
@@ -309,13 +309,17 @@ class ReplicaEngine(MambaCacheEngine):
 
     def _send_unreported(self) -> None:
         """Send the replies of requests that ended in a step which then raised an error."""
-        if self._unreported and self.is_mp_coordinator:
+        self._reply(self._unreported)
+
+    def _reply(self, records: Sequence[Any]) -> None:
+        """Send the records of requests that have ended outside of a step's report."""
+        if records and self.is_mp_coordinator:
             import msgpack
 
-            for record in self._unreported:
+            for record in records:
                 self._annotate(record, record.request_id)
-            records = [record.serialize() for record in self._unreported]
-            self._link.send(msgpack.packb([Headers.ENGINE_REPLY.value, records]))
+            packed = [record.serialize() for record in records]
+            self._link.send(msgpack.packb([Headers.ENGINE_REPLY.value, packed]))
 
     def _annotate(self, record: Any, request_id: int) -> None:
         counts = self.counts_of(request_id).as_mapping()

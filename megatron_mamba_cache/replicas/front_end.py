@@ -2,27 +2,34 @@
 
 They extend Megatron's protocol, in which a reply is sent only when a request has ended. If the sampling parameters set
 `streams`, the client also gets `["progress", client's request id, {...}]` after each step. A client may send
-`["cancel", request id]`, `["flush", weights version or None]` and `["watch"]`, which subscribes it to
-`["states", {replica: {...}}]`. The coordinator forwards cancels and flushes to the replicas as submissions of requests,
-because all ranks of a replica receive submissions in the same order.
+`["cancel", request id]`, `["abort", [request ids]]`, `["flush", weights version or None]` and `["watch"]`, which
+subscribes it to `["states", {replica: {...}}]`. An aborted request is answered with the tokens that it has. The
+coordinator forwards cancels, aborts and flushes to the replicas as submissions of requests, because all ranks of a
+replica receive submissions in the same order.
 """
 
 from megatron.core.inference.headers import Headers
 
 from .wire import packed
 
-PROGRESS, CANCEL, FLUSH, WATCH, STATE, STATES = "progress", "cancel", "flush", "watch", "state", "states"
+PROGRESS, CANCEL, ABORT, FLUSH = "progress", "cancel", "abort", "flush"
+WATCH, STATE, STATES = "watch", "state", "states"
 
 STREAMS = "streams"
 """Sampling parameter that requests progress after each step."""
 
-CANCELS, FLUSHES = "cancels", "flushes"
-"""Sampling parameters that mark a submission as a cancel or a flush; clients may not send them."""
+CANCELS, ABORTS, FLUSHES = "cancels", "aborts", "flushes"
+"""Sampling parameters that mark a submission as a cancel, an abort or a flush; clients may not send them."""
 
 
 def pack_cancel(request_id: int) -> bytes:
     """Pack the message that makes a replica cancel a request."""
     return packed(Headers.SUBMIT_REQUEST.value, request_id, [], {CANCELS: True})
+
+
+def pack_abort(request_id: int) -> bytes:
+    """Pack the message that makes a replica end a request and reply with the tokens that it has."""
+    return packed(Headers.SUBMIT_REQUEST.value, request_id, [], {ABORTS: True})
 
 
 def pack_flush(request_id: int, weights_version: str | None) -> bytes:

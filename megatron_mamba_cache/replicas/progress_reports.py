@@ -1,14 +1,14 @@
 """Report the tokens of streamed requests and the engine's state to the coordinator."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgpack
 
 from ..mcore.request_spec import PROMPT_SCORES
 from ..mcore.request_states import tokens_after
-from .front_end import CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
+from .front_end import ABORTS, CANCELS, FLUSHES, PROGRESS, STATE, STREAMS
 
 if TYPE_CHECKING:
     from ..mcore.engine import MambaCacheEngine
@@ -48,6 +48,7 @@ class ProgressReports:
             "num_running": running,
             "num_waiting": len(engine.requests) - running,
             "weights_version": engine.context.weights_version,
+            "is_paused": engine.is_paused,
         }
         if state != self._last_state:
             self._last_state = state
@@ -85,10 +86,18 @@ def progress_since(start: int, parts: Sequence[Any], cached_tokens: int) -> dict
     }
 
 
-def obeyed(engine: "MambaCacheEngine", request_id: int, sampling: Any) -> bool:
-    """Execute a submission if it is a cancel or a flush, and return True; otherwise return False."""
+def obeyed(engine: "MambaCacheEngine", request_id: int, sampling: Any, reply: Callable[[list[Any]], None]) -> bool:
+    """Execute a submission if it is a cancel, an abort or a flush, and return True; otherwise return False.
+
+    Args:
+        reply: Sends the records of aborted requests.
+    """
     if getattr(sampling, CANCELS, False):
         engine.cancel_request(request_id)
+        return True
+    if getattr(sampling, ABORTS, False):
+        record = engine.take_aborted(request_id)
+        reply([] if record is None else [record])
         return True
     flush = getattr(sampling, FLUSHES, None)
     if flush is not None:

@@ -12,7 +12,7 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from ..mcore.request_spec import SPEC
 from ..policy.routing import ReplicaName
-from .front_end import CANCELS, FLUSHES
+from .front_end import ABORTS, CANCELS, FLUSHES
 from .wire import packed
 
 _CLIENTS_SHARE = 4
@@ -43,6 +43,7 @@ class RequestInFlight:
     num_bytes: int = 0
     replica: ReplicaName | None = None
     num_attempts: int = 0
+    is_aborted: bool = False
 
     @property
     def tenant(self) -> str:
@@ -161,7 +162,7 @@ def readable_sampling(sampling: dict[str, Any]) -> dict[str, Any]:
     if not _is_plain(sampling, _MOST_NESTED):
         raise ValueError(f"sampling parameters must be plain values or lists nested at most {_MOST_NESTED} deep")
     for name in sampling:
-        if name.startswith("_") or name in (CANCELS, FLUSHES) or callable(getattr(SamplingParams, name, None)):
+        if name.startswith("_") or name in (ABORTS, CANCELS, FLUSHES) or callable(getattr(SamplingParams, name, None)):
             raise ValueError(f"sampling parameter {name!r} has a reserved name; rename it")
     if not isinstance(sampling.get(SPEC, {}), dict):
         raise ValueError(f"sampling parameter {SPEC!r} is {sampling[SPEC]!r:.100}; it must be a mapping")

@@ -1,9 +1,9 @@
-"""Coordinator for the HTTP server, with streamed replies, cancels, flushes and reports of replica states."""
+"""Coordinator for the HTTP server, with streamed replies, cancels, aborts, flushes and reports of replica states."""
 
 from typing import Any
 
 from .coordinator import PrefixCoordinator
-from .front_end import CANCEL, FLUSH, PROGRESS, STATE, STATES, WATCH, pack_cancel, pack_flush
+from .front_end import ABORT, CANCEL, FLUSH, PROGRESS, STATE, STATES, WATCH, pack_abort, pack_cancel, pack_flush
 from .membership import Replica
 from .requests_in_flight import RequestInFlight
 from .wire import WireError, packed
@@ -26,6 +26,8 @@ class ServingCoordinator(PrefixCoordinator):
             self._tell_states()
         elif sender in self._clients and kind == CANCEL:
             self._cancel(sender, body)
+        elif sender in self._clients and kind == ABORT:
+            self._abort(sender, body)
         elif sender in self._clients and kind == FLUSH:
             self._flush(body)
         elif sender in self._clients and kind == WATCH:
@@ -58,6 +60,14 @@ class ServingCoordinator(PrefixCoordinator):
         request = self._in_flight.find(client, client_request_id)
         if request is not None:  # None if the request has already ended
             self._drop(request)
+
+    def _abort(self, client: bytes, body: list[Any]) -> None:
+        (client_request_ids,) = body
+        for client_request_id in client_request_ids:
+            request = self._in_flight.find(client, client_request_id)
+            if request is not None and request.replica is not None:  # None if the request has already ended
+                request.is_aborted = True
+                self._send(self._members[request.replica].identity, pack_abort(request.request_id))
 
     def _drop(self, request: RequestInFlight) -> None:
         replica = request.replica

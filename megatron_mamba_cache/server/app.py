@@ -35,7 +35,7 @@ from .reply import Reply
 from .responses import error_response
 from .responses_api.routes import responses_routes
 from .responses_api.stored import StoredResponses
-from .schemas import FlushRequest
+from .schemas import AbortRequest, FlushRequest
 from .tenants import ApiKeys, Tenant
 from .traces import Traces
 from .transcripts import Transcripts
@@ -189,7 +189,7 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
         if server.rules.is_draining or not state.is_ready:
             status = "draining" if state.is_ready else "starting"
             return JSONResponse({"status": status}, 503, {"Retry-After": "1"})
-        return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "paused" if state.is_paused else "ready"})
 
     @app.get("/version")
     async def version() -> dict[str, str]:
@@ -206,6 +206,22 @@ def _add_own_routes(app: FastAPI, server: Server) -> None:
         except NotImplementedError as error:
             raise ApiError(501, str(error), "not_implemented") from error
         return {"weights_version": server.backend.state.weights_version}
+
+    @app.post("/admin/pause", response_model=None)
+    async def pause() -> dict[str, Any]:
+        await server.backend.pause()
+        return {"paused": True}
+
+    @app.post("/admin/resume", response_model=None)
+    async def resume() -> dict[str, Any]:
+        await server.backend.resume()
+        return {"paused": False}
+
+    @app.post("/admin/abort", response_model=None)
+    async def abort(body: AbortRequest | None = None) -> dict[str, Any]:
+        tickets = server.rules.tickets_of(None if body is None else body.request_ids)
+        await server.backend.abort(tickets)
+        return {"aborted": len(tickets)}
 
     @app.get("/admin/weights")
     async def weights() -> dict[str, Any]:

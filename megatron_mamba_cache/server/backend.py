@@ -1,10 +1,11 @@
 """Interface between the HTTP front end and the engines."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NewType, Protocol
 
 from ..grammars.compiler import Grammars
+from ..mcore.pausable_engine import ABORTED
 from ..mcore.step_report import failure_reason
 from ..metrics import CacheSnapshot
 from ..policy.kept_tokens import TokenRoutes
@@ -12,7 +13,7 @@ from ..policy.request_settings import RequestSpec, ScoredToken
 
 Ticket = NewType("Ticket", int)
 
-EndReason = Literal["stop", "length", "error"]
+EndReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,12 +49,13 @@ class BackendState:
     num_waiting: int = 0
     generated_tokens: int = 0
     weights_version: str = ""
+    is_paused: bool = False  # True if the engines queue requests and run no step until they are resumed
 
 
 class Backend(Protocol):
     """Interface to the engines. Call all methods in the event loop.
 
-    Only `flush` and `stop` may wait until the current step ends.
+    Only `flush`, `pause`, `resume`, `abort` and `stop` may wait until the current step ends.
     """
 
     max_sequence_length: int
@@ -86,6 +88,15 @@ class Backend(Protocol):
     async def flush(self, weights_version: str | None) -> None:
         """Make all cached prefixes unreachable, and change the weights version unless it is None."""
 
+    async def pause(self) -> None:
+        """Finish the current steps and run no others until `resume`; requests keep their states. May be repeated."""
+
+    async def resume(self) -> None:
+        """Continue after `pause`. May be repeated."""
+
+    async def abort(self, tickets: Collection[Ticket]) -> None:
+        """End requests with the end reason "abort" and the tokens that they have; ignore those that have ended."""
+
     async def stop(self) -> None:
         """Stop the engines."""
 
@@ -110,13 +121,15 @@ def by_id(named: Sequence[Mapping[str, float]]) -> tuple[dict[int, float], ...]:
     return tuple({int(token): value for token, value in best.items()} for best in named)
 
 
-def ended(progress: Progress, end_ids: frozenset[int], newest: Any) -> Progress:
+def ended(progress: Progress, end_ids: frozenset[int], record: Any) -> Progress:
     """Return `progress`, a reply's last, with `end` and `error` set.
 
-    `newest` is Megatron's request object, which holds the error if the request failed. A last token in `end_ids` means
-    "stop", any other "length".
+    `record` is Megatron's, which holds the error if the request failed. A last token in `end_ids` means "stop", any
+    other "length", unless the request was aborted.
     """
-    error = failure_reason(newest)
+    error = failure_reason(record[-1])
     if error is not None:
         return replace(progress, end="error", error=error)
+    if getattr(record[0].sampling_params, ABORTED, False):
+        return replace(progress, end="abort")
     return replace(progress, end="stop" if progress.tokens and progress.tokens[-1] in end_ids else "length")

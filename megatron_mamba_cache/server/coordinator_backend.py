@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -27,10 +27,11 @@ from ..policy.request_rules import RequestRules
 from ..policy.request_settings import RequestSpec, ScoredToken
 from ..replicas.access import Access, LoopbackAccess
 from ..replicas.channels import set_heartbeats
-from ..replicas.front_end import CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
+from ..replicas.front_end import ABORT, CANCEL, FLUSH, PROGRESS, STATES, STREAMS, WATCH
 from ..replicas.progress_reports import progress_since
 from ..replicas.replica_link import COORDINATOR_SILENCE_S
 from .backend import BackendState, Listener, Progress, Ticket, by_id, ended
+from .errors import engine_failed
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,9 @@ class CoordinatorBackend:
         self._states: dict[str, dict[str, Any]] = {}
         self._state = BackendState()
         self._flushed_to: str | None = None  # version of the latest flush until all replicas report it, then None
+        self._wants_pause: bool | None = None  # the latest pause or resume, likewise
+        self._has_paused = asyncio.Event()
+        self._aborting: dict[int, asyncio.Future[None]] = {}  # tickets whose last progress `abort` awaits
         self._generated = 0
         self._stopped = asyncio.Event()
         self._last_heard = time.monotonic()
@@ -106,7 +110,7 @@ class CoordinatorBackend:
         return ticket
 
     def cancel(self, ticket: Ticket) -> None:
-        if self._listeners.pop(ticket, None) is not None:
+        if self._leave(ticket) is not None:
             self._send(CANCEL, ticket)
 
     def fail_all(self, reason: str) -> None:
@@ -120,6 +124,28 @@ class CoordinatorBackend:
         if weights_version is not None:
             self._flushed_to = weights_version
             self._state = replace(self._state, weights_version=weights_version)
+
+    async def pause(self) -> None:
+        """Tell all replicas to pause, and wait until they have; raise `ApiError` 503 if the engines have failed."""
+        self._has_paused.clear()
+        self._send(Headers.PAUSE.value)
+        await self._has_paused.wait()
+        self._check()
+        self._note_pause(is_paused=True)
+
+    async def resume(self) -> None:
+        """Tell all replicas to continue; return without waiting for them."""
+        self._send(Headers.UNPAUSE.value)
+        self._note_pause(is_paused=False)
+
+    async def abort(self, tickets: Collection[Ticket]) -> None:
+        running = [ticket for ticket in tickets if ticket in self._listeners]
+        if running:
+            loop = asyncio.get_running_loop()
+            ends = [self._aborting.setdefault(ticket, loop.create_future()) for ticket in running]
+            self._send(ABORT, running)
+            await asyncio.wait(ends)
+            self._check()
 
     async def stop(self) -> None:
         """Stop the engines of all replicas and the coordinator."""
@@ -149,6 +175,7 @@ class CoordinatorBackend:
                 reason = f"nothing was received from the coordinator at {self._address} for {COORDINATOR_SILENCE_S:g} s"
                 self._state = replace(self._state, failure=reason)
                 self.fail_all(reason)
+                self._has_paused.set()
 
     def _handle(self, kind: Any, body: list[Any]) -> None:
         if kind == PROGRESS:
@@ -160,6 +187,8 @@ class CoordinatorBackend:
         elif kind == STATES:
             (self._states,) = body
             self._look()
+        elif kind == Headers.PAUSE_ACK.value:
+            self._has_paused.set()
         elif kind == Headers.STOP_ACK.value:
             self._stopped.set()
 
@@ -171,14 +200,29 @@ class CoordinatorBackend:
                 listener.deliver(progress)
 
     def _finish(self, ticket: int, record: DynamicInferenceRequestRecord) -> None:
-        listener = self._listeners.pop(ticket, None)
+        listener = self._leave(ticket)
         if listener is None:
             return
         params = record[0].sampling_params
         news = progress_since(0, record.requests, getattr(params, "cached_tokens", 0))
         counts = {name: getattr(params, name, 0) for name in _COUNTS}
         progress = replace(self._progress(listener, news | counts), routes=getattr(params, ROUTED_EXPERTS, None))
-        listener.deliver(ended(progress, listener.end_ids, record[-1]))
+        listener.deliver(ended(progress, listener.end_ids, record))
+
+    def _leave(self, ticket: int) -> Listener | None:
+        """Remove and return the listener of a request that ends; None if it has ended before."""
+        end = self._aborting.pop(ticket, None)
+        if end is not None and not end.done():
+            end.set_result(None)
+        return self._listeners.pop(ticket, None)
+
+    def _check(self) -> None:
+        if self._state.failure is not None:
+            raise engine_failed(self._state.failure)
+
+    def _note_pause(self, *, is_paused: bool) -> None:
+        self._wants_pause = is_paused
+        self._state = replace(self._state, is_paused=is_paused)
 
     def _progress(self, listener: Listener, news: dict[str, Any]) -> Progress:
         """Return the part of `news` that the listener has not received; a restarted request sends its tokens again."""
@@ -207,6 +251,9 @@ class CoordinatorBackend:
         versions = {state["weights_version"] for state in states}
         if versions == {self._flushed_to}:
             self._flushed_to = None
+        are_paused = all(state["is_paused"] for state in states)
+        if are_paused is self._wants_pause:
+            self._wants_pause = None
         self._state = replace(
             self._state,
             is_ready=True,
@@ -215,4 +262,5 @@ class CoordinatorBackend:
             num_waiting=sum(state["num_waiting"] for state in states),
             generated_tokens=self._generated,
             weights_version=self._flushed_to or states[0]["weights_version"],
+            is_paused=are_paused if self._wants_pause is None else self._wants_pause,
         )

@@ -62,6 +62,9 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str, str]] = MappingProxyType(
         ("get", "/metrics"): ("Probes and metrics", "Report metrics for Prometheus"),
         ("get", "/dashboard"): ("Probes and metrics", "Show the dashboard"),
         ("post", "/admin/flush"): ("Administration", "Make the cache unreachable, after loading new weights"),
+        ("post", "/admin/pause"): ("Administration", "Run no further step; queue requests"),
+        ("post", "/admin/resume"): ("Administration", "Continue after a pause"),
+        ("post", "/admin/abort"): ("Administration", "End requests with the tokens that they have"),
         ("get", "/admin/weights"): ("Administration", "Return the version of the weights"),
     }
 )

@@ -7,8 +7,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -79,12 +80,16 @@ class EngineThread:
         self._commands.put(lambda: self._fail_all(reason))
 
     async def flush(self, weights_version: str | None) -> None:
+        await self.between_steps(lambda engine: self._then_look(partial(engine.flush, weights_version)))
 
-        def act(engine: MambaCacheEngine) -> None:
-            engine.flush(weights_version)
-            self._look(at_once=True)
+    async def pause(self) -> None:
+        await self.between_steps(lambda engine: self._then_look(engine.pause))
 
-        await self.between_steps(act)
+    async def resume(self) -> None:
+        await self.between_steps(lambda engine: self._then_look(engine.resume_generation))
+
+    async def abort(self, tickets: Collection[Ticket]) -> None:
+        await self.between_steps(lambda _engine: self._abort(tickets))
 
     async def between_steps(self, act: Callable[[MambaCacheEngine], _Answer]) -> _Answer:
         """Call `act(engine)` between two steps and return its result; raise `ApiError` 503 if the engine has failed."""
@@ -164,14 +169,18 @@ class EngineThread:
                 if progress.tokens:
                     mail.append((listener.deliver, progress))
         for record in report["finished_request_records"]:
-            listener = self._listeners.pop(record.request_id, None)
-            if listener is not None:
-                progress = self._progress(record.request_id, listener, record.requests)
-                progress = replace(progress, routes=record.routes)
-                mail.append((listener.deliver, ended(progress, listener.end_ids, record[-1])))
+            mail += self._last_mail(record)
         if self._generated > generated:  # a step without new tokens does not prove that steps work again
             self._failed_in_a_row = 0
         self._post(mail)
+
+    def _last_mail(self, record: Any) -> _Mail:
+        """Return the last progress of a request that has ended; nothing if it has no listener."""
+        listener = self._listeners.pop(record.request_id, None)
+        if listener is None:
+            return []
+        progress = self._progress(record.request_id, listener, record.requests)
+        return [(listener.deliver, ended(replace(progress, routes=record.routes), listener.end_ids, record))]
 
     def _progress(self, request_id: Ticket, listener: Listener, parts: list[Any]) -> Progress:
         known = listener.num_tokens
@@ -204,6 +213,13 @@ class EngineThread:
         if self._listeners.pop(ticket, None) is not None:
             self._engine.cancel_request(ticket)
 
+    def _abort(self, tickets: Collection[Ticket]) -> None:
+        for ticket in tickets:
+            record = self._engine.take_aborted(ticket)
+            if record is not None:
+                self._post(self._last_mail(record))
+        self._look(at_once=True)
+
     def _fail_all(self, reason: str) -> None:
         listeners, self._listeners = self._listeners, {}
         for ticket in listeners:
@@ -222,6 +238,10 @@ class EngineThread:
         while not self._is_stopping:
             self._commands.get()()
 
+    def _then_look(self, act: Callable[[], None]) -> None:
+        act()
+        self._look(at_once=True)
+
     def _look(self, *, at_once: bool = False) -> None:
         """Update `state` if it is older than `_STATE_INTERVAL_S` or `at_once` is True."""
         now = time.monotonic()
@@ -237,6 +257,7 @@ class EngineThread:
             num_waiting=len(engine.requests) - running,
             generated_tokens=self._generated,
             weights_version=engine.context.weights_version,
+            is_paused=engine.is_paused,
         )
 
     def _post(self, mail: _Mail) -> None:

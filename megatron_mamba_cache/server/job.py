@@ -1,7 +1,7 @@
 """Jobs: one HTTP request with all its replies, from the queue gate to the end of the last reply."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -53,11 +53,20 @@ class JobRules:
     token_times: TokenTimes = field(default_factory=TokenTimes)  # receives the token latencies of all jobs
     is_draining: bool = False
     is_over: bool = False  # True after a forced stop; requests that were already accepted may not start either
+    open_jobs: dict["Job", str] = field(default_factory=dict)  # submitted jobs, with the ids of their HTTP requests
+
+    def tickets_of(self, request_ids: Collection[str] | None) -> list[Ticket]:
+        """Return the tickets of all choices in progress that HTTP requests with these ids have; None: of all."""
+        jobs = [job for job, name in self.open_jobs.items() if request_ids is None or name in request_ids]
+        return [choice.ticket for job in jobs for choice in job.choices if choice.ticket is not None]
 
 
 @asynccontextmanager
-async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
+async def job_of(rules: JobRules, order: Order, request_id: str = "") -> AsyncIterator["Job"]:
     """Context manager that tokenizes the prompts and submits the job; on exit, it cancels unfinished choices.
+
+    Args:
+        request_id: Id of the HTTP request.
 
     Raises:
         ApiError: 400 if a prompt or a grammar is invalid or a request can never run, 429 if too many requests
@@ -72,7 +81,11 @@ async def job_of(rules: JobRules, order: Order) -> AsyncIterator["Job"]:
             check = partial(order.form.check, rules.backend.grammars, prompts)
             await rules.threads.run(order.tenant.owner, check)
         with Job(rules, order, prompts, permits, arrived) as job:
-            yield job
+            rules.open_jobs[job] = request_id
+            try:
+                yield job
+            finally:
+                del rules.open_jobs[job]
 
 
 class Job:

@@ -35,7 +35,7 @@ class Piece:
 
     text: str
     tokens: tuple[TokenInfo, ...]
-    finish_reason: str | None = None  # "stop", "length" or "tool_calls" in the last piece, otherwise None
+    finish_reason: str | None = None  # "stop", "length", "abort" or "tool_calls" in the last piece, otherwise None
     is_prompt: bool = False
     parts: tuple[Part, ...] = ()  # parts parsed from the text
 
@@ -143,7 +143,7 @@ class Reply:
             new += [self._stops.push(self._text.finish()), self._stops.finish()]
             parts += self._parser.push("".join(new[-2:]))
             self.finish_reason = "stop" if self._stops.found is not None else progress.end
-            self._was_cut = self._stops.found is not None or progress.end == "length"
+            self._was_cut = self._stops.found is not None or progress.end in ("length", "abort")
         if self.finish_reason is not None:
             parts += self._parser.finish()
         if self.finish_reason == "stop" and 0 < self._parser.num_calls == self._parser.num_complete_calls:
@@ -255,5 +255,5 @@ class EmptyReply(Reply):
 
     def take(self, progress: Progress) -> Piece:
         self._note(progress)
-        self.finish_reason = "length"
+        self.finish_reason = "abort" if progress.end == "abort" else "length"
         return Piece("", (), self.finish_reason)

@@ -48,7 +48,7 @@ class JobResponse(Response):
         await unless_disconnected(receive, self._answer(send, exchange_of(scope)))
 
     async def _answer(self, send: Send, exchange: Exchange) -> None:
-        async with job_of(self._rules, self._order) as job:
+        async with job_of(self._rules, self._order, exchange.request_id) as job:
             try:
                 await self._send(job, send, exchange)
             finally:

@@ -210,6 +210,14 @@ class DetokenizeRequest(BaseModel):
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
 
 
+class AbortRequest(BaseModel):
+    """Request to `/admin/abort`; if `request_ids` is unset, all requests are aborted."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    request_ids: Annotated[list[Name], Field(fail_fast=True)] | None = None
+
+
 class FlushRequest(BaseModel):
     """Request to `/admin/flush`; if `weights_version` is unset, the current version is kept."""
 

@@ -55,10 +55,16 @@ def suspend_and_resume(run: EngineRun) -> None:
     run.engine.resume()
 
 
+def pause_and_resume(run: EngineRun) -> None:
+    run.engine.pause()
+    run.engine.resume_generation()
+
+
 EVENTS_DURING_A_STEP: dict[str, Callable[[EngineRun], None]] = {
     "flush": lambda run: run.engine.flush(),
     "flush of another version": lambda run: run.engine.flush("new"),
     "suspend and resume": suspend_and_resume,
+    "pause and resume": pause_and_resume,
     "warmup": lambda run: run.engine.warmup() and None,
     "graphs captured again": lambda run: run.engine.create_cuda_graphs(),
     "one request sent back": lambda run: run.engine._send_back([1]),

@@ -12,9 +12,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Self
 
 import zmq
-from megatron.core.inference.inference_client import InferenceClient
 from megatron.core.inference.sampling_params import SamplingParams
 
+from megatron_mamba_cache.replicas.clients import ReplicaClient
 from tests.fork_server import fork_server
 from tests.replicas import replica_process
 
@@ -135,10 +135,10 @@ class Answer:
 
 
 class Client:
-    """Client that uses Megatron's `InferenceClient`."""
+    """Client of the coordinator."""
 
     def __init__(self, address: str) -> None:
-        self.inference = InferenceClient(address)
+        self.inference = ReplicaClient(address)
 
     async def __aenter__(self) -> Self:
         await self.inference.start()

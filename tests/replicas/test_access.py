@@ -19,9 +19,9 @@ from megatron_mamba_cache.replicas import channels
 from megatron_mamba_cache.replicas import identity as replica_identity
 from megatron_mamba_cache.replicas.access import InsecureAccess, KeyedAccess, LoopbackAccess, port_of
 from megatron_mamba_cache.replicas.channels import Channel, CurveChannel
+from megatron_mamba_cache.replicas.clients import KeyedInferenceClient
 from megatron_mamba_cache.replicas.coordinator_secrets import JoiningSecret
 from megatron_mamba_cache.replicas.front_end import FLUSH, WATCH
-from megatron_mamba_cache.replicas.keyed_client import KeyedInferenceClient
 from megatron_mamba_cache.replicas.rank_sockets import RankContext
 from megatron_mamba_cache.replicas.settings import RoutingSettings
 from megatron_mamba_cache.replicas.wire import Hello, pack_hello

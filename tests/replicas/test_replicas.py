@@ -13,6 +13,7 @@ from tests.replicas.fleet import Client, Fleet, greedy
 from tests.replicas.scenarios import (
     BLOCK,
     STEP_S,
+    abort_and_go_on,
     assert_right,
     busiest,
     converse,
@@ -53,6 +54,7 @@ def test_later_turns_hit_the_cache_and_no_request_is_lost_when_a_replica_dies(fl
             for prompt, answer in await kill_in_the_middle(client, victim, 12, how):
                 assert_right(prompt, answer)
             await pause_and_go_on(client)
+            await abort_and_go_on(client)
             await suspend_and_go_on(client)
         victim.send_signal(signal.SIGCONT)
         assert "declared this replica dead" in (await asyncio.to_thread(victim.report))["error"]

@@ -6,7 +6,18 @@ from typing import Any
 import pytest
 from megatron.core.inference.headers import Headers
 
-from megatron_mamba_cache.replicas.front_end import CANCEL, CANCELS, FLUSH, FLUSHES, PROGRESS, STATE, STATES, WATCH
+from megatron_mamba_cache.replicas.front_end import (
+    ABORT,
+    ABORTS,
+    CANCEL,
+    CANCELS,
+    FLUSH,
+    FLUSHES,
+    PROGRESS,
+    STATE,
+    STATES,
+    WATCH,
+)
 from tests.replicas.peers import TOKENS, Service, ServingService
 
 
@@ -45,6 +56,26 @@ def test_cancelled_request_is_dropped_and_never_answered(service: Service) -> No
     replica.finish(request_id, [5])
     client.send(CANCEL, 7)
     assert client.hears_nothing() and replica.hears_nothing()
+
+
+def test_aborted_request_is_answered_by_its_replica_or_fails_if_that_dies(service: Service) -> None:
+    first, second = service.replicas("ab")
+    client, other = service.client(), service.client("other")
+    client.submit(7, TOKENS)
+    client.submit(8, TOKENS)
+    (one,), (two,) = ([replica.take()] for replica in (first, second))
+    other.send(ABORT, [7, 8])  # not its own
+    assert first.hears_nothing() and second.hears_nothing()
+    client.send(ABORT, [7, 8, 9])
+    assert first.receive() == [Headers.SUBMIT_REQUEST.value, one, [], {ABORTS: True}]
+    assert second.receive() == [Headers.SUBMIT_REQUEST.value, two, [], {ABORTS: True}]
+    first.finish(one, [5])
+    service.kill(second)
+    answers = dict([client.answer(), client.answer()])
+    assert answers.keys() == {7, 8}
+    assert first.hears_nothing()  # it does not get the aborted request of the dead replica
+    client.send(ABORT, [7, 8])
+    assert client.hears_nothing()
 
 
 def test_flush_reaches_every_replica_before_later_requests(service: Service) -> None:

@@ -2,7 +2,8 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 from megatron_mamba_cache.grammars.compiler import Grammars
@@ -56,6 +57,19 @@ class ScriptedBackend:
     async def flush(self, weights_version: str | None) -> None:
         """Record the flush."""
         self.flushed.append(weights_version)
+
+    async def pause(self) -> None:
+        """Report a pause."""
+        self.state = replace(self.state, is_paused=True)
+
+    async def resume(self) -> None:
+        """Report no pause."""
+        self.state = replace(self.state, is_paused=False)
+
+    async def abort(self, tickets: Collection[Ticket]) -> None:
+        """End the requests without further tokens."""
+        for ticket in tickets:
+            self.running.pop(ticket)(Progress(end="abort"))
 
     async def stop(self) -> None:
         """Do nothing."""

@@ -19,7 +19,7 @@ CACHE = CacheSnapshot(CacheCounters(), {}, {}).as_dict()
 
 def states(*versions: str) -> bytes:
     """Return a coordinator's report with one replica for each weights version."""
-    reported = {"cache": CACHE, "num_running": 0, "num_waiting": 0}
+    reported = {"cache": CACHE, "num_running": 0, "num_waiting": 0, "is_paused": False}
     return msgpack.packb([STATES, {str(n): reported | {"weights_version": name} for n, name in enumerate(versions)}])
 
 

@@ -20,7 +20,7 @@ from ..responses import reply_to
 from ..strict_json import strict_text
 from .schemas import CountTokensRequest, MessagesRequest
 
-_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+_REASONS = {"length": "max_tokens", "abort": "abort", "tool_calls": "tool_use"}
 
 
 def messages_routes(model: ServedModel, rules: JobRules, orders: OrderMaker) -> APIRouter:

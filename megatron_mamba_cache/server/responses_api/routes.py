@@ -21,7 +21,8 @@ from .output import ResponseOutput
 from .schemas import ResponsesRequest
 from .stored import StoredResponses
 
-_STATUS = {"length": "incomplete"}
+_INCOMPLETE = {"length": "max_output_tokens", "abort": "abort"}
+"""Reason why a response is incomplete, by finish reason."""
 
 
 def responses_routes(model: ServedModel, rules: JobRules, orders: OrderMaker, stored: StoredResponses) -> APIRouter:
@@ -102,25 +103,24 @@ class ResponsesFormat:
 
     def _complete(self, job: Job) -> dict[str, Any]:
         """Return the body of the complete response, and pass it to `keep`."""
-        response = self._response(_status(job), usage=_usage(job))
+        response = self._response(_status(job), _usage(job), _INCOMPLETE.get(job.choices[0].reply.finish_reason or ""))
         self._keep(self._output.message(), response)
         return response
 
-    def _response(self, status: str, usage: dict[str, Any] | None) -> dict[str, Any]:
-        details = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    def _response(self, status: str, usage: dict[str, Any] | None, cut_by: str | None = None) -> dict[str, Any]:
         return {
             **self._common,
             "status": status,
             "completed_at": int(time.time()) if status == "completed" else None,
             "error": None,
-            "incomplete_details": details,
+            "incomplete_details": None if cut_by is None else {"reason": cut_by},
             "output": list(self._output.items),
             "usage": usage,
         }
 
 
 def _status(job: Job) -> str:
-    return _STATUS.get(job.choices[0].reply.finish_reason or "", "completed")
+    return "incomplete" if job.choices[0].reply.finish_reason in _INCOMPLETE else "completed"
 
 
 def _usage(job: Job) -> dict[str, Any]:
