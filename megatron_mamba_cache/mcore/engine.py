@@ -36,6 +36,7 @@ from .request_states import (
     RequestState,
     RequestStates,
     TierTokens,
+    VersionStart,
     complete_parts,
 )
 from .step_report import StepReport
@@ -61,6 +62,7 @@ class MambaCacheEngine(PausableEngine):
         self._hint = HitRateHint(context.cache_config)
         super().__init__(controller, context, random_seed=random_seed, enable_chunked_prefill=True)
         context.grammars.read(controller.tokenizer)
+        self._states.weights_version = context.weights_version
         # The step runner checks stop words, so a request ends in the step that completes its stop word.
         controller.set_stop_word_finished_ids_callback(None)
 
@@ -198,6 +200,14 @@ class MambaCacheEngine(PausableEngine):
         """Return how many prompt tokens the request has newly cached; a repeated prefill may count them twice."""
         return self.counts_of(request_id).num_written
 
+    def weights_versions(self, request_id: int) -> tuple[VersionStart, ...]:
+        """Return which versions of the weights generated a request's tokens, each with the index of its first token.
+
+        A step has the version with which it was launched. The record of a request that has ended has the same value in
+        its first part, as the sampling parameter `weights_versions`.
+        """
+        return self.counts_of(request_id).versions
+
     def draft_counts(self, request_id: int) -> DraftCounts:
         """Return how many of the request's draft tokens have been verified and how many accepted so far."""
         return self.counts_of(request_id).drafts
@@ -285,6 +295,10 @@ class MambaCacheEngine(PausableEngine):
             raise
         report["finished_request_records"][:0] = self._unreported
         self._unreported.clear()
+        for record in report["finished_request_records"]:
+            record[0].sampling_params.weights_versions = self.weights_versions(record.request_id)
+        if step_result is not None:
+            self._change_version()  # a step launched earlier has been reported
         return report
 
     @override
@@ -365,6 +379,7 @@ class MambaCacheEngine(PausableEngine):
     def _recover(self, error: BaseException) -> None:
         """After a failed step, queue requests again if the context dropped them or their record lacks a result."""
         self.failed_request_ids = [request_id for request_id in self.failed_request_ids if request_id in self.requests]
+        self._note_version()
         suspended = self.resume_request_ids if self.is_suspended else ()
         elsewhere = {*self.waiting_request_ids, *self.failed_request_ids, *suspended}
         requests = {request.request_id: request for request in self.context.running_requests}

@@ -89,7 +89,9 @@ class PausableEngine(SuspendableEngine):
             return None
         record = entry.record
         complete_parts(record)
-        record[0].sampling_params.add_attributes({ABORTED: True})
+        record[0].sampling_params.add_attributes(
+            {ABORTED: True, "weights_versions": self._states.counts_of(request_id).versions}
+        )
         if record[-1].status is not Status.FAILED:
             record[-1].status = Status.COMPLETED
         for part in record.requests:

@@ -3,7 +3,7 @@
 import io
 import time
 from base64 import b64encode
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
@@ -38,6 +38,13 @@ class TierTokens:
     from_disk: int = 0
 
 
+class VersionStart(NamedTuple):
+    """Version of the weights that generated a request's tokens from index `first_token` on."""
+
+    weights_version: str
+    first_token: int = 0
+
+
 @dataclass(slots=True)
 class RequestState:
     """State that the engine keeps for a request in addition to Megatron's record."""
@@ -50,6 +57,7 @@ class RequestState:
     num_written_before: int = 0  # number of prompt tokens cached by earlier admissions
     num_drafted: int = 0  # number of verified draft tokens, over all admissions
     num_accepted: int = 0  # number of accepted draft tokens
+    versions: tuple[VersionStart, ...] = ()  # versions of the weights before the current one that generated tokens
 
     def admit(self, running: RunningRequest) -> None:
         """Record an admission; `cached_tokens` and `tiers` are set only by the first."""
@@ -126,6 +134,7 @@ class RequestCounts:
     num_written: int = 0
     drafts: DraftCounts = NO_DRAFTS
     admitted_at: float | None = None
+    versions: tuple[VersionStart, ...] = ()
 
     @property
     def running_seconds(self) -> float:
@@ -150,6 +159,7 @@ class RequestStates(dict[int, RequestState]):
 
     def __init__(self) -> None:
         super().__init__()
+        self.weights_version = ""  # of the weights that compute the next step to be reported
         self._left: dict[int, RequestCounts] = {}  # oldest first
 
     def leave(self, request_id: int) -> None:
@@ -172,7 +182,21 @@ class RequestStates(dict[int, RequestState]):
             state.num_written,
             DraftCounts(state.num_drafted, state.num_accepted),
             state.admitted_at,
+            state.versions or (VersionStart(self.weights_version),),
         )
+
+    def change_version(self, weights_version: str, num_generated: Callable[[int], int]) -> None:
+        """Set the version of the weights that generate all further tokens.
+
+        Args:
+            num_generated: Function that returns how many tokens a request, given by its id, has generated.
+        """
+        for request_id, state in self.items() if weights_version != self.weights_version else ():
+            if count := num_generated(request_id):
+                before = state.versions or (VersionStart(self.weights_version),)
+                kept = (start for start in before if start.first_token < count)
+                state.versions = (*kept, VersionStart(weights_version, count))
+        self.weights_version = weights_version
 
 
 def encoded_routes(routes: TokenRoutes | str | None) -> str | None:

@@ -82,6 +82,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         first.
         """
         self.context.flush(weights_version)
+        self._note_version()
         if not self.is_suspended:
             self._recapture_if_moved()
             self.context.planner.check_weights()
@@ -95,6 +96,7 @@ class SuspendableEngine(DynamicInferenceEngine):
         """
         if self.is_suspended:
             return
+        self._change_version()  # an overlapped step, whose tokens had an earlier version, is dropped
         running = [
             request.request_id for request in sorted(self.context.running_requests, key=lambda request: request.age)
         ]
@@ -130,6 +132,7 @@ class SuspendableEngine(DynamicInferenceEngine):
             return
         self.controller.inference_wrapped_model.use_memory()
         self.context.adopt_weights(weights_version)
+        self._note_version()
         self.controller.inference_wrapped_model.model.eval()
         super().resume()
         self._runs_in.wake()
@@ -222,6 +225,19 @@ class SuspendableEngine(DynamicInferenceEngine):
                 waiting.remove(request_id)
         self._forget(request_id)
         return entry
+
+    def _note_version(self) -> None:
+        """Note that the version of the weights may have changed; a step that has been launched keeps the previous."""
+        if not self.context.is_computing and self.context.overlapped_step is None:
+            self._change_version()
+
+    def _change_version(self) -> None:
+        """Set the version of the tokens that later reports add to requests."""
+
+        def num_generated(request_id: int) -> int:
+            return len(tokens_after(0, self.requests[request_id].record.requests))
+
+        self._states.change_version(self.context.weights_version, num_generated)
 
     def _restart(self, request_id: int) -> None:
         record = self.requests[request_id].record

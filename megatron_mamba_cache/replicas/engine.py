@@ -324,5 +324,6 @@ class ReplicaEngine(MambaCacheEngine):
     def _annotate(self, record: Any, request_id: int) -> None:
         counts = self.counts_of(request_id).as_mapping()
         routes = {} if record.routes is None else {ROUTED_EXPERTS: encoded_routes(record.routes)}
-        for name, value in {**counts, **routes, "replica": self._replica_name}.items():
+        versions = {"weights_versions": self.weights_versions(request_id)}
+        for name, value in {**counts, **routes, **versions, "replica": self._replica_name}.items():
             setattr(record[0].sampling_params, name, value)
