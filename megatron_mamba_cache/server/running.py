@@ -26,7 +26,7 @@ class DrainingServer(uvicorn.Server):
     """uvicorn server that lets accepted requests finish after SIGTERM or SIGINT.
 
     After the first signal, new requests get status 503 until all accepted requests have ended. Requests that are
-    still unfinished after `drain_s`, or at a second signal, end with an error.
+    still unfinished after `drain_s`, or at a second signal, end with an error. Paused engines abort their requests.
 
     Args:
         on_listening: Called once the server accepts connections and handles signals.
@@ -109,13 +109,20 @@ class DrainingServer(uvicorn.Server):
         """Wait until accepted requests have ended or `drain_s` has passed, then stop uvicorn."""
         seconds = self._served.settings.limits.drain_s
         try:
-            await asyncio.wait_for(self._served.app.open_requests_end(), seconds)
+            await asyncio.wait_for(self._open_requests_end(), seconds)
         except TimeoutError:
             logger.warning("some requests are unfinished %g s after the signal; ending them with an error", seconds)
             self._served.end(f"the server was stopped, and the request was unfinished {seconds:g} s later")
         self.should_exit = True
         await asyncio.sleep(_BACKSTOP_S)
         self._abort_connections()
+
+    async def _open_requests_end(self) -> None:
+        """Wait until accepted requests have ended; abort those of paused engines, which nobody can resume any more."""
+        served = self._served
+        if served.backend.state.is_paused:
+            await served.backend.abort(served.rules.tickets_of(None))
+        await served.app.open_requests_end()
 
     def _abort_connections(self) -> None:
         """Close all connections that are still open, because their clients do not read the responses."""

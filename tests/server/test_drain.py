@@ -270,6 +270,21 @@ def test_unfinished_requests_fail_at_the_drain_limit() -> None:
     assert len(events) < 4000 and "server was stopped" in json.loads(events[-1])["error"]["message"]
 
 
+def test_paused_server_aborts_its_requests_when_it_is_stopped() -> None:
+    with running_server("--random-model", "--drain-seconds", "600") as server, server.client() as http:
+        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        with http.stream("POST", "/v1/completions", json=body) as reply:
+            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+            next(lines)
+            with server.client() as admin:
+                admin.post("/admin/pause")
+            server.listening.drain()
+            *events, done = lines
+        server.listening.thread.join(30)
+        assert not server.listening.thread.is_alive()
+    assert done == "[DONE]" and json.loads(events[-1])["choices"][0]["finish_reason"] == "abort"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
