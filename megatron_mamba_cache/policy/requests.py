@@ -220,8 +220,7 @@ class RunningRequest:
     def land_token(self, new: Sequence[int]) -> None:
         """Append a sampled token and count one token as computed; faster than `land`."""
         self.generated.extend(new)
-        self.computed += 1
-        self.scheduled = 0
+        self.computed, self.scheduled = self.computed + 1, 0
 
     def pause(self) -> None:
         """Pause the request until a KV block is free."""

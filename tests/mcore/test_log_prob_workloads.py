@@ -64,9 +64,9 @@ def test_log_probs_are_unchanged_by_failures_and_interruptions(
     ("changed_share", "scores_prompts"),
     [
         (0.3, False),
-        (0.0, True),
-        pytest.param(0.0, False, marks=pytest.mark.long),
-        pytest.param(0.3, True, marks=pytest.mark.long),
+        pytest.param(0.0, True, marks=pytest.mark.long),
+        pytest.param(0.0, False, marks=pytest.mark.slow),
+        pytest.param(0.3, True, marks=pytest.mark.slow),
     ],
 )
 def test_log_probs_are_unchanged_by_graphs_and_overlapped_steps(

@@ -120,8 +120,15 @@ class Conversation:
 SAMPLING = [{"top_k": 1}, {"temperature": 0.8, "top_k": 5}]
 
 
-@pytest.mark.parametrize(("num_drafts", "kv_cache_dtype"), [(1, "auto"), (3, "auto"), (3, "fp8")])
-@pytest.mark.parametrize("num_graphs", [0, 2])
+@pytest.mark.parametrize(
+    ("num_graphs", "num_drafts", "kv_cache_dtype"),
+    [
+        (0, 1, "auto"),
+        (2, 3, "auto"),
+        (2, 3, "fp8"),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((0, 3, "auto"), (2, 1, "auto"), (0, 3, "fp8"))),
+    ],
+)
 @pytest.mark.parametrize("sampling", SAMPLING, ids=["greedy", "sampled"])
 def test_tokens_equal_those_without_drafts(
     loaded: Loaded,

@@ -31,7 +31,8 @@ def best_of(model: Any, tokens: list[int], hidden_states: torch.Tensor) -> list[
 @torch.inference_mode()
 def check(found: ShortList, model: Any, tokens: list[int]) -> None:
     """Assert that these are the tokens of the list, and that drafts are chosen from them."""
-    assert [token for token in range(VOCAB) if token in found.tokens] == tokens and len(found) == len(tokens)
+    listed = [token for token in range(VOCAB) if not found.tokens.num_unlisted([token])]
+    assert listed == tokens == found.tokens.ids.tolist() and len(found) == len(tokens)
     hidden_states = torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(1))
     assert found.most_likely(hidden_states).tolist() == best_of(model, tokens, hidden_states)
 
