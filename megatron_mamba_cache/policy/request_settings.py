@@ -56,6 +56,11 @@ class SamplingSettings:
         end = self.termination_id
         return self.stop_token_ids if end is None or end < 0 else (*self.stop_token_ids, end)
 
+    @property
+    def last_ids(self) -> tuple[int, ...]:
+        """All tokens with which the request may end: end tokens, and the last token of each stop string."""
+        return (*self.end_ids, *(word[-1] for word in self.stop_words))
+
 
 @dataclass(frozen=True, slots=True)
 class LogProbSettings:

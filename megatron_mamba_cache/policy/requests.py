@@ -212,15 +212,10 @@ class RunningRequest:
         self.schedule(0)
 
     def land(self, new: Sequence[int]) -> None:
-        """Append the tokens that a decode step kept, and count them as computed; faster than `append`, `advance`."""
+        """Append the tokens that a decode step kept, and count as many as computed; faster than `append`, `advance`."""
         self.generated.extend(new)
         self.computed += len(new)
         self.scheduled, self.drafts = 0, ()
-
-    def land_token(self, new: Sequence[int]) -> None:
-        """Append a sampled token and count one token as computed; faster than `land`."""
-        self.generated.extend(new)
-        self.computed, self.scheduled = self.computed + 1, 0
 
     def pause(self) -> None:
         """Pause the request until a KV block is free."""

@@ -118,7 +118,7 @@ class DrainingServer(uvicorn.Server):
         self._abort_connections()
 
     async def _open_requests_end(self) -> None:
-        """Wait until accepted requests have ended; abort those of paused engines, which nobody can resume any more."""
+        """Abort the requests of paused engines, which can no longer be resumed; wait until all others have ended."""
         served = self._served
         if served.backend.state.is_paused:
             await served.backend.abort(served.rules.tickets_of(None))

@@ -116,7 +116,7 @@ def advance_one_token_requests(
     block_size = cache.block_size
     for request, new in zip(requests, kept, strict=True):
         if (request.computed + 1) % block_size:
-            request.land_token(new)
+            request.land(new)
         else:
             request.append(new)
             cache.publish(request, 1)

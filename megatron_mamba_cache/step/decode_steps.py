@@ -24,8 +24,7 @@ class RequestEnds:
     """End tokens and length limits of a step's requests.
 
     Args:
-        end_ids: [requests, max end tokens] int64; -1 for padding. Includes the last token of each multi-token stop
-            string.
+        end_ids: [requests, most tokens] int64 tokens with which a request may end (`last_ids`); -1 for padding.
         max_lens: [requests] int64 maximum number of prompt and generated tokens.
     """
 
@@ -35,8 +34,7 @@ class RequestEnds:
     @staticmethod
     def of(requests: Sequence[RunningRequest]) -> "RequestEnds":
         """Return the end tokens and length limits of the requests."""
-        settings = [request.spec.sampling for request in requests]
-        ends = [(*sampling.end_ids, *(word[-1] for word in sampling.stop_words)) for sampling in settings]
+        ends = [request.spec.sampling.last_ids for request in requests]
         end_ids = np.full((len(requests), max(map(len, ends), default=1)), -1, np.int64)
         for row, found in enumerate(ends):
             end_ids[row, : len(found)] = found

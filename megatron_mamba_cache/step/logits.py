@@ -169,9 +169,7 @@ def any_scored(requests: Sequence[RunningRequest]) -> bool:
 
 def end_tokens(requests: Sequence[RunningRequest]) -> frozenset[int]:
     """Return the tokens that may end any of these requests: end tokens, and last tokens of stop strings."""
-    settings = [request.spec.sampling for request in requests]
-    words = [word[-1] for sampling in settings for word in sampling.stop_words]
-    return frozenset(words).union(*[sampling.end_ids for sampling in settings])
+    return frozenset[int]().union(*[request.spec.sampling.last_ids for request in requests])
 
 
 def logits_starts(requests: Sequence[RunningRequest]) -> tuple[int, ...]:

@@ -8,7 +8,15 @@ from megatron.core.inference.sampling_params import SamplingParams
 
 from megatron_mamba_cache.policy.requests import RunningRequest
 from megatron_mamba_cache.speculation.drafter import Drafter
+from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.engine_runs import EngineRun, add_fields, cache_config, greedy, some_tokens, tiny_hybrid
+
+RUNS: dict[str, dict[str, Any]] = {
+    "overlapped": {},
+    "with drafts": {"num_speculative_tokens": 3, "drafter": PromptLookupDrafter(3)},
+    "one step at a time": {"run_ahead": False},
+}
+"""Arguments of `start`, by how steps run."""
 
 MAMBA2: dict[str, Any] = {}
 

@@ -9,17 +9,11 @@ import pytest
 from megatron.core.inference.inference_request import Status
 
 from megatron_mamba_cache.mcore.pausable_engine import ABORTED
-from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.engine_runs import EngineRun, cache_config, greedy, some_tokens, tiny_hybrid
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.overlapped_runs import is_ahead, start, step_until_ahead
+from tests.mcore.overlapped_runs import RUNS, is_ahead, start, step_until_ahead
 
 NUM_TOKENS = 40
-RUNS: dict[str, dict[str, Any]] = {
-    "overlapped": {},
-    "with drafts": {"num_speculative_tokens": 3, "drafter": PromptLookupDrafter(3)},
-    "one step at a time": {"run_ahead": False},
-}
 
 
 @pytest.fixture(autouse=True)

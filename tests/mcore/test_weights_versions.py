@@ -5,16 +5,9 @@ from typing import Any
 import pytest
 
 from megatron_mamba_cache.mcore.request_states import VersionStart
-from megatron_mamba_cache.speculation.prompt_lookup import PromptLookupDrafter
 from tests.mcore.engine_runs import EngineRun, some_tokens
 from tests.mcore.graph_stand_ins import capture_without_cuda
-from tests.mcore.overlapped_runs import is_ahead, start, step_until_ahead
-
-RUNS: dict[str, dict[str, Any]] = {
-    "overlapped": {},
-    "with drafts": {"num_speculative_tokens": 3, "drafter": PromptLookupDrafter(3)},
-    "one step at a time": {"run_ahead": False},
-}
+from tests.mcore.overlapped_runs import RUNS, is_ahead, start, step_until_ahead
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from megatron_mamba_cache.server.backend import Progress
 from megatron_mamba_cache.server.limits import ServerLimits
 from tests.command_line.command_runs import REPOSITORY
 from tests.server.front_end import LongTokens, front_end, request_bytes, scripted_server, status_of, wait_until
-from tests.server.running_server import running_server
+from tests.server.running_server import RunningServer, running_server
 from tests.server.scripted_agent import TEMPLATES, agent_tokenizer
 
 
@@ -257,12 +257,19 @@ def test_default_drain_time_fits_in_a_grace_period_of_30_seconds() -> None:
     assert seconds == ServerLimits().drain_s and seconds + 2 + 1 < 30
 
 
+@contextmanager
+def begun_stream(server: RunningServer) -> Iterator[Iterator[str]]:
+    """Context manager: send a request for a long stream; yield its events from the second on."""
+    body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    with server.client() as http, http.stream("POST", "/v1/completions", json=body) as reply:
+        lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
+        next(lines)
+        yield lines
+
+
 def test_unfinished_requests_fail_at_the_drain_limit() -> None:
-    with running_server("--random-model", "--drain-seconds", "0.5") as server, server.client() as http:
-        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as reply:
-            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
-            next(lines)
+    with running_server("--random-model", "--drain-seconds", "0.5") as server:
+        with begun_stream(server) as lines:
             server.listening.drain()
             events = list(lines)
         server.listening.thread.join(30)
@@ -271,13 +278,9 @@ def test_unfinished_requests_fail_at_the_drain_limit() -> None:
 
 
 def test_paused_server_aborts_its_requests_when_it_is_stopped() -> None:
-    with running_server("--random-model", "--drain-seconds", "600") as server, server.client() as http:
-        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as reply:
-            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
-            next(lines)
-            with server.client() as admin:
-                admin.post("/admin/pause")
+    with running_server("--random-model", "--drain-seconds", "600") as server:
+        with begun_stream(server) as lines, server.client() as admin:
+            admin.post("/admin/pause")
             server.listening.drain()
             *events, done = lines
         server.listening.thread.join(30)
@@ -308,14 +311,10 @@ def test_request_without_tokens_at_the_drain_limit_gets_a_retryable_error(
 
 
 def test_second_signal_ends_the_server_immediately() -> None:
-    with running_server("--random-model", "--drain-seconds", "600") as server, server.client() as http:
-        body = {"prompt": "abc", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-        with http.stream("POST", "/v1/completions", json=body) as reply:
-            lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)
-            next(lines)
-            server.listening.drain()
-            server.listening.drain()
-            events = list(lines)
+    with running_server("--random-model", "--drain-seconds", "600") as server, begun_stream(server) as lines:
+        server.listening.drain()
+        server.listening.drain()
+        events = list(lines)
     assert "server was stopped" in json.loads(events[-1])["error"]["message"]
 
 
