@@ -48,7 +48,6 @@ GROUPS = [
     [
         "test_few_tokens.py",
         "test_one_token.py",
-        "test_fixed_order_gemm.py",
         "test_one_quantized_token.py",
         "test_residual_norm.py",
         "test_token_draws.py",

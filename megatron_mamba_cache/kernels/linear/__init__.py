@@ -1,1 +1,0 @@
-"""Linear layers whose results do not depend on how many tokens a step has."""
